@@ -1,0 +1,204 @@
+"""The command line: ``lightning-hetero fit | validate | test | predict | layout``."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_hetero.errors import HeteroError, LayoutError
+from lightning_hetero.layout import Layouts, ModuleLayout, process_groups, show
+from lightning_hetero.monitor import FinalMetrics, StepMonitor
+from lightning_hetero.parallelize.apply import plan_modules
+from lightning_hetero.placement import find_layouts
+from lightning_hetero.report import draw_layout, estimate_memory, make_console, memory_table, print_layout
+from lightning_hetero.strategy import HeteroStrategy
+
+
+def main(args: ArgsType = None) -> None:
+    """Runs the command line; a :class:`~lightning_hetero.HeteroError` becomes one message and exit code 2.
+
+    Args:
+        args: Arguments instead of those of the process.
+    """
+    try:
+        HeteroCLI(
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"callbacks": [StepMonitor(), FinalMetrics()]},
+            parser_kwargs={"prog": "lightning-hetero"},
+            args=args,
+        )
+    except HeteroError as error:
+        rank = getattr(rank_zero_only, "rank", 0)
+        where = f" (rank {rank})" if rank else ""
+        print(f"lightning-hetero: error{where}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+class HeteroCLI(LightningCLI):
+    """LightningCLI with the additional subcommand ``layout``, which reads the same files as ``fit``."""
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        description = "Shows which rank holds what and an estimate of the memory, without starting a process."
+        # The parser of fit, so that a recipe for fit is a recipe for layout, plus the arguments of show_layout.
+        layout = self._prepare_subcommand_parser(Trainer, "fit", description=description)
+        layout.add_function_arguments(show_layout, skip={"model", "layouts", "precision", "datamodule"})
+        self._subcommand_parsers["layout"] = layout
+        assert parser._subcommands_action is not None
+        parser._subcommands_action.add_subcommand("layout", layout, help=description)
+
+    def before_instantiate_classes(self) -> None:
+        """Reports a layout that cannot be by its name, before the parser buries the reason in those of a union."""
+        strategy = self._get(self.config, "trainer").get("strategy")
+        for name, layout in _configured_layouts(strategy):
+            try:
+                ModuleLayout(**layout)
+            except LayoutError as error:
+                raise LayoutError(f"layouts.{name}.{error}") from None
+
+    def instantiate_classes(self) -> None:
+        """Instantiates the classes; for ``layout`` no trainer, and the model without memory where that works."""
+        with warnings.catch_warnings():
+            # Lightning calls jsonargparse by an old name.
+            warnings.filterwarnings("ignore", message=r"(?s).*``instantiate_classes`` was deprecated")
+            if self.subcommand != "layout":
+                super().instantiate_classes()
+                return
+            # Nothing of a run is wanted: no logger, no callbacks, which may touch the disk when they are made.
+            trainer = self.config["layout"]["trainer"]
+            trainer["logger"], trainer["callbacks"] = None, None
+            try:
+                with torch.device("meta"):
+                    self.config_init = self.parser.instantiate_classes(self.config)
+            except HeteroError:
+                raise
+            except Exception:
+                # Some models compute with their weights while they are built.
+                self.config_init = self.parser.instantiate_classes(self.config)
+        self.model = self._get(self.config_init, "model")
+        self.datamodule = self._get(self.config_init, "data")
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand == "layout":
+            self.layout()
+            return
+        strategy = self.trainer.strategy
+        if isinstance(strategy, HeteroStrategy) and not is_overridden("configure_model", self.model):
+            # Found here, a mistake is reported once and before any process is started.
+            _plan_layouts(self.model, strategy, self.trainer.world_size)
+        super()._run_subcommand(subcommand)
+
+    def layout(self) -> None:
+        """Runs ``layout``."""
+        config = self.config_init["layout"]
+        strategy = config["trainer"]["strategy"]
+        if strategy == "hetero":
+            strategy = HeteroStrategy()
+        if not isinstance(strategy, HeteroStrategy):
+            given = strategy if isinstance(strategy, str) else type(strategy).__name__
+            raise HeteroError(
+                f"trainer.strategy: expected 'hetero' or lightning_hetero.HeteroStrategy, got '{given}', which has no "
+                "layouts; add --trainer.strategy hetero"
+            )
+        if is_overridden("configure_model", self.model):
+            with torch.device("meta"):
+                self.model.configure_model()
+        show_layout(
+            self.model,
+            _plan_layouts(self.model, strategy, _world_size(config["trainer"])),
+            precision=config["trainer"]["precision"],
+            datamodule=self.datamodule,
+            picture=config["picture"],
+            optimizer_states=config["optimizer_states"],
+            tokens=config["tokens"],
+        )
+
+
+def show_layout(
+    model: LightningModule,
+    layouts: Layouts,
+    *,
+    precision: str | int | None = None,
+    datamodule: LightningDataModule | None = None,
+    picture: Path | None = None,
+    optimizer_states: int = 2,
+    tokens: dict[str, int] | None = None,
+) -> None:
+    """Prints the layout table, the process groups and the memory estimate, and draws the picture.
+
+    Args:
+        model: The LightningModule, which may be on the meta device.
+        layouts: Its layouts.
+        precision: The trainer's precision.
+        datamodule: Its ``batch_size * sequence_length``, where it has both, are the driver's tokens.
+        picture: File for a picture of ranks by modules: .svg, .png or .pdf.
+        optimizer_states: Values that the optimizer keeps for a parameter: 2 for AdamW, 0 for plain SGD.
+        tokens: Tokens that one driver replica passes to a module in a step, by the layout's name, for the estimate
+            of activations: --tokens.vision 4096.
+    """
+    unknown = set(tokens or {}) - set(layouts.by_name)
+    if unknown:
+        raise HeteroError(f"tokens: no layout is called {sorted(unknown)}; choose from {sorted(layouts.by_name)}")
+    console = make_console()
+    print_layout(model, layouts, console)
+    groups = process_groups(layouts)
+    console.print(f"Process groups in order of creation: {' | '.join(map(show, groups)) or 'none'}")
+    batch_size, length = (getattr(datamodule, name, None) for name in ("batch_size", "sequence_length"))
+    if isinstance(batch_size, int) and isinstance(length, int):
+        tokens = {layouts.driver_name: batch_size * length} | (tokens or {})
+    estimates = estimate_memory(model, layouts, precision=precision, optimizer_states=optimizer_states, tokens=tokens)
+    console.print(memory_table(estimates))
+    if picture is not None:
+        draw_layout(layouts, picture)
+        console.print(f"Picture saved to {picture}")
+
+
+def _plan_layouts(model: LightningModule, strategy: HeteroStrategy, world_size: int) -> Layouts:
+    """The layouts that a strategy will use, after all that can be checked without processes."""
+    layouts = find_layouts(model, strategy.layout_config, strategy.driver_config, world_size)
+    plan_modules(model, layouts)
+    return layouts
+
+
+def _configured_layouts(strategy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and fields of the layouts in a parsed ``trainer.strategy``."""
+    arguments = strategy.get("init_args") if isinstance(strategy, Mapping) or hasattr(strategy, "get") else None
+    layouts = arguments.get("layouts") if arguments else None
+    names = {field.name for field in fields(ModuleLayout)}
+    for name, layout in (layouts or {}).items():
+        given = {key: value for key, value in dict(layout.items()).items() if key in names}
+        yield name, given
+
+
+def _world_size(trainer: Mapping[str, Any]) -> int:
+    """Number of processes that a trainer's configuration asks for.
+
+    Raises:
+        HeteroError: If it leaves the number to the machine, which need not be the one that will train.
+    """
+    devices = trainer["devices"]
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    elif isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]
+    if isinstance(devices, (list, tuple)):
+        devices = len(devices)
+    if not isinstance(devices, int) or devices < 1:
+        raise HeteroError(
+            f"trainer.devices: layout needs the number of devices per node, got '{devices}'; add --trainer.devices N"
+        )
+    return devices * trainer["num_nodes"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Data parallelism: FSDP2 over a module's data axes, summed instead of averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.layout import ResolvedLayout, is_inside
+from lightning_hetero.parallelize.plans import match
+
+
+def uses_fsdp(layout: ResolvedLayout) -> bool:
+    """Whether the layout shards parameters. A shard size of 1 replicates them instead."""
+    return layout.shard_size > 1
+
+
+def resolve_units(module: nn.Module, layout: ResolvedLayout, nested: Iterable[str] = ()) -> list[str]:
+    """Paths of the blocks that become FSDP2 units of their own.
+
+    ``"auto"`` takes the patterns that the module offers as ``fsdp_units``, the classes of Hugging Face's
+    ``_no_split_modules``, or else the members of every outermost ``ModuleList``.
+
+    Args:
+        module: The placed module.
+        layout: Its layout.
+        nested: Paths, relative to the module, of placed modules inside it.
+
+    Raises:
+        PlanError: If a pattern matches nothing.
+    """
+    nested = list(nested)
+    submodules = {
+        path: child for path, child in module.named_modules() if path and not any(is_inside(path, n) for n in nested)
+    }
+    patterns = layout.config.fsdp_units
+    if patterns == "auto":
+        patterns = getattr(module, "fsdp_units", None)
+        if patterns is None:
+            return _find_blocks(module, submodules)
+    units: dict[str, None] = {}
+    for pattern in patterns:
+        matches = match(pattern, submodules)
+        if not matches:
+            raise PlanError(
+                f"layouts.{layout.name}.fsdp_units: pattern '{pattern}' matches no submodule of "
+                f"{type(module).__name__} ('{layout.path}')"
+            )
+        units.update(dict.fromkeys(matches))
+    return list(units)
+
+
+def apply_fully_shard(
+    module: nn.Module,
+    layout: ResolvedLayout,
+    mesh: DeviceMesh,
+    units: list[str],
+    *,
+    ignored: set[nn.Parameter],
+    precision: MixedPrecisionPolicy,
+) -> None:
+    """Shards a module's parameters over its data axis.
+
+    Gradients are summed over the module's replicas, never averaged: the loss carries the one division by the
+    driver's replicas, so the result does not depend on this module's own data-parallel size.
+
+    Args:
+        module: The placed module.
+        layout: Its layout.
+        mesh: Its whole mesh.
+        units: Paths of the blocks that become units of their own.
+        ignored: Parameters of placed modules inside this one.
+        precision: FSDP2's mixed-precision policy.
+    """
+    axes = ("data_parallel_replicate", "data_parallel_shard") if layout.replicate_size > 1 else "data_parallel_shard"
+    offload = CPUOffloadPolicy() if layout.config.cpu_offload else OffloadPolicy()
+    common = {"mesh": mesh[axes], "mp_policy": precision, "offload_policy": offload, "ignored_params": ignored}
+    # Innermost first, as FSDP2 asks: a unit takes what its inner units have left.
+    for path in sorted(units, key=lambda path: path.count("."), reverse=True):
+        fully_shard(module.get_submodule(path), reshard_after_forward=layout.config.reshard_after_forward, **common)
+    fully_shard(module, **common)
+    for unit in fsdp_units(module):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_units(module: nn.Module, nested: Iterable[nn.Module] = ()) -> list[FSDPModule]:
+    """FSDP2 units of a module, less those of placed modules inside it."""
+    foreign = {child for other in nested for child in other.modules()}
+    return [child for child in module.modules() if isinstance(child, FSDPModule) and child not in foreign]
+
+
+def _find_blocks(module: nn.Module, submodules: Mapping[str, nn.Module]) -> list[str]:
+    classes = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = [path for path, child in submodules.items() if type(child).__name__ in classes]
+    if blocks:
+        return blocks
+    lists = [path for path, child in submodules.items() if isinstance(child, nn.ModuleList)]
+    outermost = [path for path in lists if not any(is_inside(path, other) for other in lists if other != path)]
+    return [
+        f"{path}.{name}"
+        for path in outermost
+        for name, child in submodules[path].named_children()
+        if any(True for _ in child.parameters())
+    ]

@@ -1,0 +1,363 @@
+"""HeteroStrategy: the Lightning contract. Thin: planning, boundaries and gradients live in their own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import os
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_hetero.boundary.call import Boundary, StepState, place
+from lightning_hetero.boundary.exchange import Transport
+from lightning_hetero.data import shard_dataloader
+from lightning_hetero.errors import HeteroError, LayoutError
+from lightning_hetero.gradients import (
+    GradientNorm,
+    GradientSync,
+    Reduction,
+    extend_precision,
+    settle_partial,
+)
+from lightning_hetero.layout import Layouts, ModuleLayout, show
+from lightning_hetero.logged import reduce_logged_values_over
+from lightning_hetero.mesh import ProcessGroups, build_meshes, create_groups
+from lightning_hetero.parallelize.apply import (
+    agree_on_weights,
+    innermost_first,
+    materialize,
+    parallelize,
+    partial_parameters,
+    plan_modules,
+)
+from lightning_hetero.parallelize.data import uses_fsdp
+from lightning_hetero.placement import configured_layouts, find_layouts, parameters_by_module
+from lightning_hetero.standin import is_standin, leave_no_trace, weightless
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class HeteroStrategy(ModelParallelStrategy):
+    """Trains a LightningModule whose submodules have parallel layouts of their own.
+
+    ``training_step`` runs in the layout of one module, the driver. Calling any other placed module crosses a
+    boundary: its inputs are carried into that module's layout and its outputs back, and gradients take the same way.
+
+    Args:
+        layouts: Layouts by a short name. ``None`` takes the LightningModule's ``configure_layouts()``, or else shards
+            every child with FSDP2 over all ranks.
+        driver: Name of the driver. Default: the only layout, or the one named ``llm``, ``language_model`` or
+            ``text_model``.
+        microbatches: Slices of each batch that a step runs one after the other.
+        microbatches_per_encode: How many of them one encoder pass takes.
+        max_in_flight: How many encoder passes may be ahead of the driver.
+        balance: How items are spread over a module's replicas.
+        data_loading: Whether every rank loads its replica's data, or one of them for all.
+        save_distributed_checkpoint: Save one directory with a file from each rank, instead of a single file.
+        process_group_backend: Of the default process group; the default fits the accelerator.
+        timeout: Of the process groups.
+
+    Raises:
+        LayoutError: From ``Trainer.fit`` and the like, before any weight is touched, if the layouts cannot be placed.
+    """
+
+    def __init__(
+        self,
+        layouts: dict[str, ModuleLayout] | None = None,
+        driver: str | None = None,
+        microbatches: int = 1,
+        microbatches_per_encode: int | Literal["all"] = 1,
+        max_in_flight: int = 2,
+        balance: Literal["none", "replica", "global"] = "replica",
+        data_loading: Literal["every_rank", "one_per_replica"] = "every_rank",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        for name, value, supported in (
+            ("microbatches", microbatches, (1,)),
+            ("microbatches_per_encode", microbatches_per_encode, (1,)),
+            ("balance", balance, ("none", "replica")),
+            ("data_loading", data_loading, ("every_rank",)),
+        ):
+            if value not in supported:
+                raise LayoutError(f"strategy.{name}={value!r} is not supported by this version; remove it")
+        self.layout_config = layouts
+        self.driver_config = driver
+        self.layouts: Layouts | None = None
+        self.meshes: Mapping[str, DeviceMesh] = {}
+        self.boundaries: dict[str, Boundary] = {}
+        self._groups: ProcessGroups | None = None
+        self._state = StepState()
+        self._sync: GradientSync | None = None
+        self._norm = GradientNorm({})
+        self._parallelized: nn.Module | None = None
+        self._in_step = False
+        self._shards_loaders = True
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_environment(self) -> None:
+        """Starts the process group, validates the layouts and builds every module's mesh, in one order."""
+        module = self.lightning_module
+        assert module is not None
+        configured = configured_layouts(module, self.layout_config)
+        self._setup_distributed()
+        if self._parallelized is module:
+            return
+        # Loaders are sharded in process_dataloader, where the user's own sampler and shuffling are still there to see.
+        connector = module.trainer._accelerator_connector
+        self._shards_loaders = self._shards_loaders and connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+        self.layouts = None
+        if configured is not None or any(True for _ in module.parameters()):
+            self._build_meshes(module)
+
+    def _build_meshes(self, module: LightningModule) -> None:
+        """Resolves the layouts and creates all process groups. Collective over the world."""
+        self.layouts = find_layouts(module, self.layout_config, self.driver_config, self.world_size)
+        everyone = tuple(range(self.world_size))
+        for layout in self.layouts.by_name.values():
+            if set(layout.ranks) != set(everyone):
+                raise LayoutError(
+                    f"layouts.{layout.name}.ranks: this version places every module on all ranks ({show(everyone)}), "
+                    f"got {show(layout.ranks)}; remove the field"
+                )
+        self._groups = create_groups(self.layouts, timeout=self._timeout)
+        self._groups.touch(self.root_device)
+        self.meshes = build_meshes(self.layouts, self._groups, self.root_device.type)
+        self._device_mesh = self.meshes[self.layouts.driver_name]
+        module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: Trainer) -> None:
+        """Parallelises the placed modules, puts boundaries around them, and sets up the optimizers."""
+        module = self.lightning_module
+        assert module is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fit_loop = trainer.fit_loop.epoch_loop
+        for loop in (fit_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # FSDP2 cannot use parameters that it gathered under inference mode, then or in a later fit.
+            loop.inference_mode = False
+        for loop in (fit_loop, fit_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            reduce_logged_values_over(lambda: self.data_parallel_group, loop)
+        if self._parallelized is not module:
+            self._parallelize(module)
+        for metric in module.modules():
+            # States are summed over driver replicas, not over the tensor copies of each.
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = self.data_parallel_group
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _parallelize(self, module: LightningModule) -> None:
+        if self.layouts is None:
+            self._build_meshes(module)
+        layouts, groups = self.layouts, self._groups
+        assert layouts is not None and groups is not None
+        plans = plan_modules(module, layouts)
+        partial = {name: partial_parameters(plan) for name, plan in plans.items()}
+        materialize(module, self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        agree_on_weights(module, layouts, groups)
+        for plan in innermost_first(plans):
+            parallelize(plan, self.meshes[plan.layout.name], self._fsdp_precision())
+        owned = parameters_by_module(module, layouts)
+        self._sync = self._plan_sync(owned, partial)
+        layout_of = {
+            parameter: layouts.by_name[name] if name else layouts.driver
+            for name, parameters in owned.items()
+            for parameter in parameters.values()
+        }
+        self._norm = GradientNorm(layout_of, dist.group.WORLD if self.world_size > 1 else None)
+        extend_precision(self.precision_plugin, self._norm, self.root_device)
+        self.boundaries = {}
+        for layout in layouts.others:
+            transport = Transport(groups[layouts.driver.ranks], groups.host)
+            boundary = Boundary(layout, layouts.driver, transport, self._state, self.global_rank)
+            place(plans[layout.name].module, boundary)
+            self.boundaries[layout.name] = boundary
+        self._parallelized = module
+
+    def _plan_sync(self, owned: Mapping[str, Mapping[str, nn.Parameter]], partial: Mapping[str, list[str]]) -> GradientSync:
+        """Which gradients are summed over which group once a backward is done, besides what FSDP2 reduces."""
+        layouts = self.layouts
+        assert layouts is not None and self._groups is not None
+        over_tensor, over_replicas = [], []
+        for name, parameters in owned.items():
+            layout = layouts.by_name[name] if name else layouts.driver
+            mesh = self.meshes[layout.name]
+            trainable = {path: p for path, p in parameters.items() if p.requires_grad}
+            paths = {f"{layout.path}.{path}" for path in partial.get(name, ())}
+            summed = {path: p for path, p in trainable.items() if path in paths}
+            if summed:
+                over_tensor.append(Reduction(summed, mesh["tensor_parallel"].get_group()))
+            if trainable and layout.data_size > 1 and not (name and uses_fsdp(layout)):
+                over_replicas.append(Reduction(trainable, mesh["data_parallel"].get_group()))
+        return GradientSync(over_tensor, over_replicas, self._groups.host)
+
+    def _fsdp_precision(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers, which must hold the parallelised parameters.
+
+        Raises:
+            HeteroError: If an optimizer holds a parameter that the model no longer has.
+        """
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        known = set(self.lightning_module.parameters())
+        for optimizer in self.optimizers:
+            if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
+                raise HeteroError(
+                    f"{type(optimizer).__name__} holds parameters that the model no longer has: it was built before the "
+                    "modules were sharded, so its steps would change nothing. Build it in configure_optimizers() from "
+                    "self.parameters(), or take an OptimizerCallable in the LightningModule's __init__"
+                )
+
+    # ------------------------------------------------------------------ who am I
+
+    @property
+    def is_driver_rank(self) -> bool:
+        """Whether this rank runs the user's steps."""
+        return self.layouts is None or self.global_rank in self.layouts.driver
+
+    @property
+    def loader_rank(self) -> int:
+        """Which share of the data this rank loads: its driver replica."""
+        assert self.layouts is not None
+        return self.layouts.driver.replica_of(self.global_rank)
+
+    @property
+    def loader_world_size(self) -> int:
+        """Number of shares of the data: the driver's replicas."""
+        assert self.layouts is not None
+        return self.layouts.driver.data_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """One rank of each driver replica, this rank among them."""
+        return self.device_mesh["data_parallel"].get_group()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.loader_world_size, "rank": self.loader_rank}
+
+    # ------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Gives a map-style loader this replica's share of every global batch."""
+        trainer = self.lightning_module.trainer if self.lightning_module else None
+        if not isinstance(dataloader, DataLoader) or trainer is None:
+            return dataloader
+        if not self._shards_loaders:
+            return dataloader
+        return shard_dataloader(
+            dataloader,
+            num_replicas=self.loader_world_size,
+            replica=self.loader_rank,
+            shuffle=None,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = self._run_step(super().training_step, *args, **kwargs)
+        if isinstance(output, Tensor):
+            return self._state.anchor(output)
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            return {**output, "loss": self._state.anchor(output["loss"])}
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._run_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._run_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's step; a replica without samples of its own returns ``None``."""
+        output = self._run_step(super().predict_step, *args, **kwargs)
+        return None if self._is_standin() else output
+
+    def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a user's step. In it, collectives without a group mean the driver's data-parallel group."""
+        assert self.lightning_module is not None
+        self._in_step = True
+        self._state.anchors.clear()
+        try:
+            if not self._is_standin():
+                return step(*args, **kwargs)
+            with leave_no_trace(self.lightning_module, self.lightning_module.trainer._results):
+                return weightless(step(*args, **kwargs))
+        finally:
+            self._in_step = False
+
+    def _is_standin(self) -> bool:
+        assert self.lightning_module is not None
+        return is_standin(self.lightning_module.trainer)
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the backward of ``loss / R`` with ``R`` driver replicas, then sums what FSDP2 does not."""
+        module, sync = self.lightning_module, self._sync
+        assert module is not None and sync is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        sync.before_backward()
+        self.precision_plugin.backward(closure_loss / self.loader_world_size, module, optimizer, *args, **kwargs)
+        settle_partial(module.parameters())
+        sync.after_backward()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    # ------------------------------------------------------------------ collectives
+
+    def _default_group(self, group: Any | None) -> Any | None:
+        return self.data_parallel_group if group is None and self._in_step else group
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over ``group``: by default the driver's replicas inside a step, the world outside."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if reduce_op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.double()  # the mean of whole numbers (batch sizes) need not be one
+        return _sync_ddp_if_available(tensor, self._default_group(group), reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over ``group``: by default the driver's replicas inside a step, the world outside."""
+        return super().all_gather(tensor, group=self._default_group(group), sync_grads=sync_grads)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._state.anchors.clear()
+
