@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -339,6 +339,22 @@ class HeteroStrategy(ModelParallelStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of the whole model, or of some parameters, with every element counted once.
+
+        Collective over the world: to be called on all ranks, with the same parameters.
+
+        Args:
+            parameters: Default: all of the LightningModule's.
+            norm_type: Of the p-norm; may be ``inf``.
+
+        Returns:
+            A scalar tensor, equal on all ranks.
+        """
+        assert self.lightning_module is not None
+        parameters = self.lightning_module.parameters() if parameters is None else parameters
+        return self._norm.total(parameters, self.root_device, norm_type)
 
     # ------------------------------------------------------------------ collectives
 

@@ -16,19 +16,19 @@ TOKENS_PER_IMAGE = 4
 SEQUENCE = 20
 
 
-class TestModule(VisionLanguageModule):
+class SmallModule(VisionLanguageModule):
     """AdamW at a constant rate, float64."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def build(**llm: Any) -> TestModule:
-    """Grouped-query attention, rotary positions, query/key norms, tied head."""
+def build(**llm: Any) -> SmallModule:
+    """Grouped-query attention, rotary positions, query/key norms, tied head; tensor sizes 1, 2, 3 and 4 divide it."""
     torch.manual_seed(0)
-    return TestModule(
-        vision=VisionConfig(image_size=8, patch_size=2, width=16, depth=2, heads=8, tokens_per_image=TOKENS_PER_IMAGE),
-        llm=DecoderConfig(vocab_size=32, width=32, depth=2, heads=8, kv_heads=4, mlp_width=48, **llm),
+    return SmallModule(
+        vision=VisionConfig(image_size=8, patch_size=2, width=24, depth=2, heads=12, tokens_per_image=TOKENS_PER_IMAGE),
+        llm=DecoderConfig(vocab_size=48, width=48, depth=2, heads=24, kv_heads=12, mlp_width=48, **llm),
     ).double()
 
 
@@ -39,8 +39,8 @@ def samples(count: int, seed: int = 0, images: tuple[int, int] = (1, 3)) -> list
     for _ in range(count):
         n = int(torch.randint(images[0], images[1] + 1, (), generator=generator))
         answer = int(torch.randint(1, 4, (), generator=generator))
-        prompt = [PLACEHOLDER] * (n * TOKENS_PER_IMAGE) + torch.randint(4, 32, (4,), generator=generator).tolist()
-        tokens = prompt + torch.randint(4, 32, (answer,), generator=generator).tolist()
+        prompt = [PLACEHOLDER] * (n * TOKENS_PER_IMAGE) + torch.randint(4, 48, (4,), generator=generator).tolist()
+        tokens = prompt + torch.randint(4, 48, (answer,), generator=generator).tolist()
         result.append(
             {
                 "input_ids": torch.tensor(tokens + [0] * (SEQUENCE - len(tokens))),

@@ -10,10 +10,11 @@ gradient test.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import ceil
+from math import ceil, floor, prod
 from typing import Any
 
 import torch
@@ -37,32 +38,44 @@ SILENT = {
 
 @dataclass
 class Reference:
-    """What one process computed: gradients before each optimizer step, parameters after the last, losses and norms."""
+    """What one process computed.
+
+    Attributes:
+        gradients: Before clipping, of each optimizer step.
+        clipped: As the optimizer saw them.
+        norms: Total norm of the gradients before clipping.
+        parameters: After the last step.
+        losses: What ``training_step`` returned.
+    """
 
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    clipped: list[dict[str, Tensor | None]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
 
 
 class Recorder(Callback):
-    """Collects whole gradients before each optimizer step, and how long they are after clipping."""
+    """Collects whole gradients before each optimizer step, before and after clipping."""
 
     def __init__(self) -> None:
         self.record = Reference()
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         self.record.gradients.append({name: whole(p.grad) for name, p in module.named_parameters()})
+        strategy = trainer.strategy
+        if isinstance(strategy, HeteroStrategy):
+            norm = strategy.gradient_norm()
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        self.record.norms.append(float(norm))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         self.record.losses.append(float(outputs["loss"]))
+        self.record.clipped.append({name: whole(p.grad) for name, p in module.named_parameters()})
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.record.parameters = {name: whole(p) for name, p in module.named_parameters()}
-
-
-class WeightlessOptimizer(torch.optim.SGD):
-    """Stands still: its gradients after clipping are what is looked at."""
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -104,6 +117,8 @@ class RankReport:
     """What one rank found."""
 
     errors: list[dict[str, float]]
+    clipped_errors: list[dict[str, float]]
+    norm_errors: list[float]
     parameter_errors: dict[str, float]
     losses: list[float]
     parameter_bytes: dict[str, int]
@@ -112,48 +127,63 @@ class RankReport:
     forward_bytes: dict[str, int]
     backward_bytes: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
-    driver_replica: int
 
     @property
     def worst(self) -> float:
         return max(max(errors.values()) for errors in self.errors)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One training run of a parity test.
+
+    Attributes:
+        layouts: As given to the strategy.
+        driver: As given to the strategy.
+        mutation: Breaks the package while the run lasts; the run is then expected to differ.
+        trainer: Arguments of the Trainer.
+    """
+
+    layouts: dict[str, ModuleLayout]
+    driver: str | None = None
+    mutation: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
 def train_rank(
+    cases: Sequence[Case],
     factory: Callable[[], LightningModule],
-    layouts: dict[str, ModuleLayout],
-    driver: str | None,
     batches: Sequence[Sequence[Any]],
     collate: Callable[[list[Any]], Any],
     reference: Reference,
-    mutations: Sequence[Callable[[], contextlib.AbstractContextManager[Any]] | None],
-    world: int,
-    trainer: dict[str, Any],
 ) -> list[RankReport]:
-    """One rank of a run, once for each mutation (``None``: as it is). All ranks call this together."""
-    return [
-        _train_once(factory, layouts, driver, batches, collate, reference, mutation, world, trainer)
-        for mutation in mutations
-    ]
+    """What one rank does: each case in turn, on one default process group. All ranks call it together."""
+    return [_train_once(case, factory, batches, collate, reference) for case in cases]
 
 
-def _train_once(factory, layouts, driver, batches, collate, reference, mutation, world, trainer) -> RankReport:  # type: ignore[no-untyped-def]
+def _train_once(
+    case: Case,
+    factory: Callable[[], LightningModule],
+    batches: Sequence[Sequence[Any]],
+    collate: Callable[[list[Any]], Any],
+    reference: Reference,
+) -> RankReport:
+    world = int(os.environ["WORLD_SIZE"])
     recorder = Recorder()
-    strategy = HeteroStrategy(layouts=layouts, driver=driver)
+    strategy = HeteroStrategy(layouts=case.layouts, driver=case.driver)
     module = factory()
-    with mutation() if mutation is not None else contextlib.nullcontext():
-        fit = Trainer(max_epochs=1, devices=world, strategy=strategy, callbacks=[recorder], **SILENT | trainer)
-        replicas = len(Placed.of(strategy.driver_config or _driver(layouts), layouts, world).replicas)
+    replicas = Placed.of(case.layouts[case.driver or "llm"], world).data
+    with case.mutation() if case.mutation is not None else contextlib.nullcontext():
+        fit = Trainer(max_epochs=1, devices=world, strategy=strategy, callbacks=[recorder], **SILENT | case.trainer)
         fit.fit(module, loader(batches, collate, replicas))
     record = recorder.record
-    assert len(record.gradients) == len(reference.gradients), (len(record.gradients), len(reference.gradients))
     parameters = dict(module.named_parameters())
     (optimizer,) = strategy.optimizers
+    traffic = {name: boundary.traffic for name, boundary in strategy.boundaries.items()}
     return RankReport(
-        errors=[
-            {name: relative_error(gradients[name], value) for name, value in expected.items()}
-            for gradients, expected in zip(record.gradients, reference.gradients, strict=True)
-        ],
+        errors=_compare(record.gradients, reference.gradients),
+        clipped_errors=_compare(record.clipped, reference.clipped),
+        norm_errors=[abs(a - b) / b for a, b in zip(record.norms, reference.norms, strict=True)],
         parameter_errors={n: relative_error(record.parameters[n], v) for n, v in reference.parameters.items()},
         losses=record.losses,
         parameter_bytes={name: _local_bytes(p) for name, p in parameters.items()},
@@ -161,16 +191,20 @@ def _train_once(factory, layouts, driver, batches, collate, reference, mutation,
             name: sum(_local_bytes(v) for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor) and v.ndim)
             for name, p in parameters.items()
         },
-        items={name: boundary.traffic.items for name, boundary in strategy.boundaries.items()},
-        forward_bytes={name: boundary.traffic.forward_bytes for name, boundary in strategy.boundaries.items()},
-        backward_bytes={name: boundary.traffic.backward_bytes for name, boundary in strategy.boundaries.items()},
+        items={name: t.items for name, t in traffic.items()},
+        forward_bytes={name: t.forward_bytes for name, t in traffic.items()},
+        backward_bytes={name: t.backward_bytes for name, t in traffic.items()},
         shapes={name: tuple(p.shape) for name, p in parameters.items()},
-        driver_replica=strategy.loader_rank,
     )
 
 
-def _driver(layouts: Mapping[str, ModuleLayout]) -> str:
-    return "llm" if "llm" in layouts else next(iter(layouts))
+def _compare(
+    record: Sequence[dict[str, Tensor | None]], reference: Sequence[dict[str, Tensor | None]]
+) -> list[dict[str, float]]:
+    return [
+        {name: relative_error(gradients[name], value) for name, value in expected.items()}
+        for gradients, expected in zip(record, reference, strict=True)
+    ]
 
 
 def _local_bytes(tensor: Tensor) -> int:
@@ -183,64 +217,48 @@ def _local_bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Placed:
-    """Which ranks hold what, from the sizes alone: rank = (replicate * shard + s) * tensor + t on colocated ranks."""
+    """Which ranks hold what, from the sizes alone: rank ``(replicate * shard + s) * tensor + t`` on colocated ranks."""
 
     data: int
     shard: int
     tensor: int
 
     @classmethod
-    def of(cls, name: str, layouts: Mapping[str, ModuleLayout], world: int) -> Placed:
-        layout = layouts[name]
+    def of(cls, layout: ModuleLayout, world: int) -> Placed:
         data = world // layout.tensor_parallel_size
-        shard = data if layout.shard_size == "full" else layout.shard_size
-        return cls(data, shard, layout.tensor_parallel_size)
+        return cls(data, data if layout.shard_size == "full" else layout.shard_size, layout.tensor_parallel_size)
 
     @property
     def replicas(self) -> list[list[int]]:
         return [list(range(d * self.tensor, (d + 1) * self.tensor)) for d in range(self.data)]
 
-    def elements(self, shape: tuple[int, ...], tensor_dim: int | None, rank: int) -> int:
+    def elements(self, shape: Sequence[int], tensor_dim: int | None, rank: int) -> int:
         """Elements of a parameter on a rank: chunks over the tensor axis, then rows over the shard axis."""
-        shape = list(shape)
+        sizes = list(shape)
         if tensor_dim is not None:
-            shape[tensor_dim] = shape[tensor_dim] // self.tensor
-        rows = ceil(shape[0] / self.shard)
-        place = (rank // self.tensor) % self.shard
-        shape[0] = max(0, min(rows, shape[0] - place * rows))
-        total = 1
-        for size in shape:
-            total *= size
-        return total
+            sizes[tensor_dim] //= self.tensor
+        rows = ceil(sizes[0] / self.shard)
+        sizes[0] = max(0, min(rows, sizes[0] - (rank // self.tensor) % self.shard * rows))
+        return prod(sizes)
 
 
-def owners(counts: Sequence[int], replicas: int) -> list[tuple[int, int, int]]:
-    """Which module replica encodes which item: ``(driver replica, item, module replica)``.
+def owners(counts: Sequence[int], replicas: int) -> list[tuple[int, int]]:
+    """Which module replica encodes which item: ``(driver replica, module replica)`` of each item.
 
-    Item ``i`` of ``n`` of driver replica ``r`` of ``R`` lies at ``(r + (i + f) / n) / R`` of the unit interval; the
-    module replica that covers it takes it. ``f`` just below 1 puts a cut's own item behind the cut.
+    Replica ``r`` of ``R`` covers ``[r/R, (r+1)/R)`` of the unit interval; module replica ``e`` of ``E`` ends at
+    ``(e+1)/E`` and takes the items that lie wholly before its end and that no replica before it took.
     """
-    total = len(counts)
     result = []
-    for r, n in enumerate(counts):
-        for i in range(n):
-            # the item belongs to the first module replica whose end lies at or behind the item's end
-            e = next(
-                e
-                for e in range(replicas)
-                if int(n * max(Fraction(0), min(Fraction(1), Fraction((e + 1) * total, replicas) - r))) >= i + 1
-            )
-            result.append((r, i, e))
+    for r, count in enumerate(counts):
+        ends = [min(max(Fraction((e + 1) * len(counts), replicas) - r, Fraction(0)), Fraction(1)) for e in range(replicas)]
+        result += [(r, next(e for e in range(replicas) if floor(count * ends[e]) > item)) for item in range(count)]
     return result
 
 
-def bytes_sent(
-    counts: Sequence[int], source: Placed, destination: Placed, moves: Sequence[tuple[int, int]], size: int, world: int
-) -> list[int]:
-    """Bytes that each rank sends so that every copy of each item's destination has it, from itself where it can.
+def bytes_sent(source: Placed, destination: Placed, moves: Sequence[tuple[int, int]], size: int, world: int) -> list[int]:
+    """Bytes that each rank sends so that every copy of each item's destination gets it, from itself where it can.
 
     Args:
-        counts: Unused items are not listed in ``moves``.
         source: Who holds.
         destination: Who needs.
         moves: ``(source replica, destination replica)`` of each item.
@@ -248,9 +266,52 @@ def bytes_sent(
         world: Number of ranks.
     """
     sent = [0] * world
-    for s, d in moves:
-        for copy, rank in enumerate(destination.replicas[d]):
-            holders = source.replicas[s]
+    for held, needed in moves:
+        holders = source.replicas[held]
+        for copy, rank in enumerate(destination.replicas[needed]):
             if rank not in holders:
                 sent[holders[copy % len(holders)]] += size
     return sent
+
+
+# ---------------------------------------------------------------- the assertion
+
+
+def assert_parity(
+    pool: Pool,
+    world: int,
+    cases: Sequence[Case],
+    factory: Callable[[], LightningModule],
+    batches: Sequence[Sequence[Any]],
+    collate: Callable[[list[Any]], Any],
+    reference: Reference,
+    *,
+    tolerance: float = 1e-10,
+) -> list[list[RankReport]]:
+    """Holds every case to the gradient contract.
+
+    Args:
+        pool: The workers.
+        world: Number of ranks.
+        cases: Runs without mutation.
+        factory: Builds the LightningModule, with the same weights in every process.
+        batches: Global batches of samples.
+        collate: Makes a batch of samples.
+        reference: What one process computed (:func:`reference_run`).
+        tolerance: Of the relative error of each tensor.
+
+    Returns:
+        For each case the reports by rank, for further assertions.
+    """
+    by_rank = pool.run(train_rank, world, cases, factory, batches, collate, reference, timeout=60 + 20 * len(cases))
+    by_case = [list(reports) for reports in zip(*by_rank, strict=True)]
+    for case, reports in zip(cases, by_case, strict=True):
+        for rank, report in enumerate(reports):
+            found = {f"gradients of step {step}": errors for step, errors in enumerate(report.errors)}
+            found |= {f"clipped gradients of step {step}": errors for step, errors in enumerate(report.clipped_errors)}
+            found["gradient norm of step"] = {str(step): error for step, error in enumerate(report.norm_errors)}
+            found["parameters after the last step"] = report.parameter_errors
+            for what, errors in found.items():
+                wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+                assert not wrong, f"{case.layouts}, {case.trainer}: rank {rank}, {what}: {wrong}"
+    return by_case
