@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_hetero.data import ReplicaBatchSampler
+from lightning_hetero.data import replica_batch_sampler
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,8 +38,8 @@ def is_standin(trainer: Trainer) -> bool:
             batch -= int(batches)
     if not loaders:
         return False
-    sampler = getattr(loaders[0], "batch_sampler", None)
-    return isinstance(sampler, ReplicaBatchSampler) and sampler.num_real(batch) == 0
+    sampler = replica_batch_sampler(loaders[0])
+    return sampler is not None and sampler.num_real(batch) == 0
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from lightning_hetero.parallelize.apply import (
 )
 from lightning_hetero.parallelize.data import uses_fsdp
 from lightning_hetero.placement import configured_layouts, find_layouts, parameters_by_module
+from lightning_hetero.report import print_layout
 from lightning_hetero.standin import is_standin, leave_no_trace, weightless
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ class HeteroStrategy(ModelParallelStrategy):
         layouts, groups = self.layouts, self._groups
         assert layouts is not None and groups is not None
         plans = plan_modules(module, layouts)
+        if self.global_rank == 0:
+            print_layout(module, layouts)
         partial = {name: partial_parameters(plan) for name, plan in plans.items()}
         materialize(module, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
@@ -282,7 +285,6 @@ class HeteroStrategy(ModelParallelStrategy):
             dataloader,
             num_replicas=self.loader_world_size,
             replica=self.loader_rank,
-            shuffle=None,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
         )
 
