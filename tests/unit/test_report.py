@@ -42,7 +42,10 @@ class Encoder(nn.Module):
 
 
 class LanguageModel(Encoder):
-    tensor_parallel_plan = Encoder.tensor_parallel_plan | {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
+    tensor_parallel_plan = Encoder.tensor_parallel_plan | {
+        "embed": "embedding_rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(self, width: int = 8, depth: int = 2, vocabulary: int = 32) -> None:
         super().__init__(width, depth)
