@@ -46,13 +46,14 @@ def token_mean(module: Any, loss_sum: Tensor, num_tokens: Tensor | int) -> Tenso
 
 
 def _data_parallel_group(module: Any) -> tuple[dist.ProcessGroup | None, int]:
+    """One rank of each replica, and the number of replicas, under any strategy."""
     if not (dist.is_available() and dist.is_initialized()):
         return None, 1
-    mesh = getattr(module, "_device_mesh", None)
-    if mesh is None:
-        return dist.group.WORLD, dist.get_world_size()
-    data = mesh["data_parallel"]
-    return data.get_group(), data.size()
+    group = getattr(module.trainer.strategy, "data_parallel_group", None)
+    if group is None and getattr(module, "_device_mesh", None) is not None:
+        group = module.device_mesh["data_parallel"].get_group()
+    group = group or dist.group.WORLD
+    return group, dist.get_world_size(group)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class Reduction:
     Attributes:
         parameters: By path.
         group: The ranks whose gradients are summed.
-        tensor: The sum runs over tensor ranks, of partial gradients; otherwise over replicas.
     """
 
     parameters: Mapping[str, nn.Parameter]

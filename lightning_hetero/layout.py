@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 # Slowest to fastest varying. Tensor-parallel ranks are neighbours, so they share a node where one is large enough.
-MESH_AXES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+MESH_AXES = (
+    "pipeline_parallel",
+    "data_parallel_replicate",
+    "data_parallel_shard",
+    "context_parallel",
+    "tensor_parallel",
+)
 DRIVER_NAMES = ("llm", "language_model", "text_model")
 
 _SIZE_FIELDS = (
@@ -246,7 +252,13 @@ def resolve_layout(name: str, layout: ModuleLayout, world_size: int) -> Resolved
             f"{key}.shard_size: {shard} does not divide the data-parallel size {data}; "
             f"choose 'full', 1 or a divisor of {data}"
         )
-    sizes = (layout.pipeline_parallel_size, data // shard, shard, layout.context_parallel_size, layout.tensor_parallel_size)
+    sizes = (
+        layout.pipeline_parallel_size,
+        data // shard,
+        shard,
+        layout.context_parallel_size,
+        layout.tensor_parallel_size,
+    )
     return ResolvedLayout(name=name, path=layout.module or name, ranks=ranks, sizes=sizes, config=layout)
 
 
@@ -289,8 +301,9 @@ def resolve_layouts(layouts: Mapping[str, ModuleLayout], driver: str | None, wor
     if 0 not in driver_ranks:
         moved = [rank - min(driver_ranks) for rank in driver_ranks]
         raise LayoutError(
-            f"layouts.{driver_name}.ranks: rank 0 must be one of the driver's ranks, got {show(driver_ranks)}; give the "
-            f"driver the first ranks (layouts.{driver_name}.ranks='{show(moved)}') and move the other modules behind them"
+            f"layouts.{driver_name}.ranks: rank 0 must be one of the driver's ranks, got {show(driver_ranks)}; give "
+            f"the driver the first ranks (layouts.{driver_name}.ranks='{show(moved)}') and move the "
+            "other modules behind them"
         )
     return Layouts(by_name=by_name, driver_name=driver_name, world_size=world_size)
 
@@ -311,8 +324,10 @@ def choose_driver(names: Iterable[str], driver: str | None) -> str:
     matches = [name for name in choices if name in DRIVER_NAMES]
     if len(matches) == 1:
         return matches[0]
-    found = f"several layouts are called like a language model ({_names(matches)})" if matches else (
-        f"none of the layouts is called {_names(DRIVER_NAMES, 'or')}"
+    found = (
+        f"several layouts are called like a language model ({_names(matches)})"
+        if matches
+        else (f"none of the layouts is called {_names(DRIVER_NAMES, 'or')}")
     )
     raise LayoutError(
         f"driver: cannot be decided, {found}; set HeteroStrategy(driver=...) to one of {_names(choices)}: "
@@ -379,8 +394,9 @@ def _check_nesting(by_name: Mapping[str, ResolvedLayout], driver_name: str) -> N
             raise LayoutError(f"layouts.{outer.name} and layouts.{inner.name} place the same module '{inner.path}'")
         if outer.name != driver_name:
             raise LayoutError(
-                f"layouts.{inner.name}: module '{inner.path}' lies inside '{outer.path}' (layouts.{outer.name}), which is "
-                f"not the driver; only the driver may contain placed modules. Remove one of the two layouts, or set "
+                f"layouts.{inner.name}: module '{inner.path}' lies inside '{outer.path}' (layouts.{outer.name}), "
+                f"which is not the driver; only the driver may contain placed modules. Remove one of the two "
+                "layouts, or set "
                 f"driver='{outer.name}'"
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,25 +20,32 @@ class ProcessGroups:
 
     Args:
         rank_sets: The sets, in the order of creation (:func:`~lightning_hetero.layout.process_groups`).
-        host: Create a second, CPU-side group of the world for counts and flags. Where the world's own group
-            already runs on the CPU it serves for both.
         timeout: Of the collectives; ``None`` is the backend's default.
+
+    Attributes:
+        host: A CPU-side group of the world, for counts and flags. Where the world's own group runs on the CPU it
+            serves for both.
     """
 
     def __init__(self, rank_sets: list[tuple[int, ...]], *, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
         world = tuple(range(dist.get_world_size()))
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {world: dist.group.WORLD}
+        default = dist.distributed_c10d._get_default_group()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {world: default}
         for ranks in rank_sets:
             if ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if len(world) > 1:
             self._groups[(self.rank,)] = dist.new_group([self.rank], backend="fake")
         on_cpu = "gloo" in dist.get_backend()
-        self.host = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
+        self.host: dist.ProcessGroup = default if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
     def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return self._groups[tuple(sorted(ranks))]
+
+    def of(self, layout: ResolvedLayout, axes: Iterable[str]) -> dist.ProcessGroup:
+        """This rank's group along some axes of a layout."""
+        return self[next(ranks for ranks in layout.groups(axes) if self.rank in ranks)]
 
     def touch(self, device: torch.device) -> None:
         """Runs one collective in each group, so that no communicator is set up inside a skewed schedule."""
@@ -87,14 +94,17 @@ def create_groups(layouts: Layouts, timeout: timedelta | None = None) -> Process
 
 
 def _attach(
-    mesh: DeviceMesh, axes: list, layout: ResolvedLayout, groups: ProcessGroups, registry: DeviceMesh | None = None
+    mesh: DeviceMesh,
+    axes: Sequence[Iterable[str]],
+    layout: ResolvedLayout,
+    groups: ProcessGroups,
+    registry: DeviceMesh | None = None,
 ) -> None:
     """Gives a mesh that was built without a backend this rank's groups."""
     mesh._dim_group_names = []
     if groups.rank not in layout:
         return
     for varying in axes:
-        ranks = next(ranks for ranks in layout.groups(varying) if groups.rank in ranks)
-        group = groups[ranks]
+        group = groups.of(layout, varying)
         mesh._dim_group_names.append(group.group_name)
         (registry or mesh)._pg_registry[group.group_name] = group

@@ -105,7 +105,7 @@ def parameters_by_module(module: nn.Module, layouts: Layouts) -> dict[str, dict[
     Raises:
         LayoutError: If one parameter is shared by two placed modules.
     """
-    owned: dict[str, dict[str, nn.Parameter]] = {name: {} for name in layouts.by_name} | {"": {}}
+    owned: dict[str, dict[str, nn.Parameter]] = {name: {} for name in (*layouts.by_name, "")}
     first: dict[nn.Parameter, tuple[str, str]] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         owner = layouts.owner_of(path)
@@ -116,8 +116,8 @@ def parameters_by_module(module: nn.Module, layouts: Layouts) -> dict[str, dict[
         elif first[parameter][1] != name:
             other_path, other = first[parameter]
             raise LayoutError(
-                f"parameter '{path}' of {_module(name)} is tied to '{other_path}' of {_module(other)}: a tied parameter "
-                "has one layout; place a module that contains both"
+                f"parameter '{path}' of {_module(name)} is tied to '{other_path}' of {_module(other)}: a tied "
+                "parameter has one layout; place a module that contains both"
             )
     return owned
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import os
-
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed, _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -34,7 +32,7 @@ from lightning_hetero.gradients import (
     extend_precision,
     settle_partial,
 )
-from lightning_hetero.layout import Layouts, ModuleLayout, show
+from lightning_hetero.layout import FLATTENED_AXES, Layouts, ModuleLayout, show
 from lightning_hetero.logged import reduce_logged_values_over
 from lightning_hetero.mesh import ProcessGroups, build_meshes, create_groups
 from lightning_hetero.parallelize.apply import (
@@ -162,8 +160,8 @@ class HeteroStrategy(ModelParallelStrategy):
         for loop in (fit_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # FSDP2 cannot use parameters that it gathered under inference mode, then or in a later fit.
             loop.inference_mode = False
-        for loop in (fit_loop, fit_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            reduce_logged_values_over(lambda: self.data_parallel_group, loop)
+        for logging in (fit_loop, fit_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            reduce_logged_values_over(lambda: self.data_parallel_group, logging)
         if self._parallelized is not module:
             self._parallelize(module)
         for metric in module.modules():
@@ -209,21 +207,22 @@ class HeteroStrategy(ModelParallelStrategy):
             self.boundaries[layout.name] = boundary
         self._parallelized = module
 
-    def _plan_sync(self, owned: Mapping[str, Mapping[str, nn.Parameter]], partial: Mapping[str, list[str]]) -> GradientSync:
+    def _plan_sync(
+        self, owned: Mapping[str, Mapping[str, nn.Parameter]], partial: Mapping[str, list[str]]
+    ) -> GradientSync:
         """Which gradients are summed over which group once a backward is done, besides what FSDP2 reduces."""
         layouts = self.layouts
         assert layouts is not None and self._groups is not None
         over_tensor, over_replicas = [], []
         for name, parameters in owned.items():
             layout = layouts.by_name[name] if name else layouts.driver
-            mesh = self.meshes[layout.name]
             trainable = {path: p for path, p in parameters.items() if p.requires_grad}
             paths = {f"{layout.path}.{path}" for path in partial.get(name, ())}
             summed = {path: p for path, p in trainable.items() if path in paths}
             if summed:
-                over_tensor.append(Reduction(summed, mesh["tensor_parallel"].get_group()))
+                over_tensor.append(Reduction(summed, self._groups.of(layout, ["tensor_parallel"])))
             if trainable and layout.data_size > 1 and not (name and uses_fsdp(layout)):
-                over_replicas.append(Reduction(trainable, mesh["data_parallel"].get_group()))
+                over_replicas.append(Reduction(trainable, self._groups.of(layout, FLATTENED_AXES["data_parallel"])))
         return GradientSync(over_tensor, over_replicas, self._groups.host)
 
     def _fsdp_precision(self) -> MixedPrecisionPolicy:
@@ -241,8 +240,9 @@ class HeteroStrategy(ModelParallelStrategy):
         for optimizer in self.optimizers:
             if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
                 raise HeteroError(
-                    f"{type(optimizer).__name__} holds parameters that the model no longer has: it was built before the "
-                    "modules were sharded, so its steps would change nothing. Build it in configure_optimizers() from "
+                    f"{type(optimizer).__name__} holds parameters that the model no longer has: it was built before "
+                    "the modules were sharded, so its steps would change nothing. Build it in "
+                    "configure_optimizers() from "
                     "self.parameters(), or take an OptimizerCallable in the LightningModule's __init__"
                 )
 
@@ -268,7 +268,8 @@ class HeteroStrategy(ModelParallelStrategy):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
         """One rank of each driver replica, this rank among them."""
-        return self.device_mesh["data_parallel"].get_group()
+        assert self.layouts is not None and self._groups is not None
+        return self._groups.of(self.layouts.driver, FLATTENED_AXES["data_parallel"])
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -380,4 +381,3 @@ class HeteroStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._state.anchors.clear()
-

@@ -100,8 +100,9 @@ class Boundary:
         """
         if self.state.running is not None:
             raise BoundaryError(
-                f"placed module '{self.name}' was called inside placed module '{self.state.running}', and neither is the "
-                f"driver ('{self.driver.name}'); call it from training_step or the driver, or give only one of them a layout"
+                f"placed module '{self.name}' was called inside placed module '{self.state.running}', and neither is "
+                f"the driver ('{self.driver.name}'); call it from training_step or the driver, or "
+                "give only one of them a layout"
             )
         cut = cut_arguments(self.name, args, kwargs)
         cut, counts, differentiable_inputs = self._agree(cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,11 +37,10 @@ def resolve_units(module: nn.Module, layout: ResolvedLayout, nested: Iterable[st
     submodules = {
         path: child for path, child in module.named_modules() if path and not any(is_inside(path, n) for n in nested)
     }
-    patterns = layout.config.fsdp_units
-    if patterns == "auto":
-        patterns = getattr(module, "fsdp_units", None)
-        if patterns is None:
-            return _find_blocks(module, submodules)
+    configured = layout.config.fsdp_units
+    patterns = getattr(module, "fsdp_units", None) if configured == "auto" else configured
+    if patterns is None:
+        return _find_blocks(module, submodules)
     units: dict[str, None] = {}
     for pattern in patterns:
         matches = match(pattern, submodules)
@@ -77,7 +77,12 @@ def apply_fully_shard(
     """
     axes = ("data_parallel_replicate", "data_parallel_shard") if layout.replicate_size > 1 else "data_parallel_shard"
     offload = CPUOffloadPolicy() if layout.config.cpu_offload else OffloadPolicy()
-    common = {"mesh": mesh[axes], "mp_policy": precision, "offload_policy": offload, "ignored_params": ignored}
+    common: dict[str, Any] = {
+        "mesh": mesh[axes],
+        "mp_policy": precision,
+        "offload_policy": offload,
+        "ignored_params": ignored,
+    }
     # Innermost first, as FSDP2 asks: a unit takes what its inner units have left.
     for path in sorted(units, key=lambda path: path.count("."), reverse=True):
         fully_shard(module.get_submodule(path), reshard_after_forward=layout.config.reshard_after_forward, **common)

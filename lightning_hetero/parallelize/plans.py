@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -117,8 +118,9 @@ def offered_plan(module: nn.Module, layout: ResolvedLayout) -> Mapping[str, str 
     plan = getattr(module, "tensor_parallel_plan", None) or getattr(module, "tp_plan", None)
     if not plan:
         raise PlanError(
-            f"layouts.{layout.name}.tensor_parallel_plan: 'auto' with tensor_parallel_size {layout.tensor_size} needs a "
-            f"plan, but {type(module).__name__} ('{layout.path}') has neither tensor_parallel_plan nor tp_plan; give a "
+            f"layouts.{layout.name}.tensor_parallel_plan: 'auto' with tensor_parallel_size {layout.tensor_size} needs "
+            f"a plan, but {type(module).__name__} ('{layout.path}') has neither tensor_parallel_plan "
+            "nor tp_plan; give a "
             "dict of submodule pattern to style (colwise, rowwise, ...), or set tensor_parallel_size to 1"
         )
     return plan
@@ -162,9 +164,7 @@ def sharded_dims(module: nn.Module, layouts: Layouts) -> dict[str, int]:
 def nested_paths(layout: ResolvedLayout, layouts: Layouts) -> list[str]:
     """Paths of the placed modules inside a placed module, relative to it."""
     prefix = layout.path + "."
-    return [
-        other.path.removeprefix(prefix) for other in layouts.by_name.values() if other.path.startswith(prefix)
-    ]
+    return [other.path.removeprefix(prefix) for other in layouts.by_name.values() if other.path.startswith(prefix)]
 
 
 def partial_submodules(plan: Plan) -> list[str]:
@@ -186,8 +186,8 @@ def _check_heads(module: nn.Module, layout: ResolvedLayout, plan: Plan, key: str
     for pattern, heads in attention_heads(module).items():
         if match(pattern, plan) and heads % layout.tensor_size:
             raise PlanError(
-                f"{key}: '{pattern}' has {heads} heads, which tensor_parallel_size {layout.tensor_size} does not divide; "
-                f"set layouts.{layout.name}.tensor_parallel_size to a divisor of {heads}"
+                f"{key}: '{pattern}' has {heads} heads, which tensor_parallel_size {layout.tensor_size} does not "
+                f"divide; set layouts.{layout.name}.tensor_parallel_size to a divisor of {heads}"
             )
 
 
@@ -196,14 +196,16 @@ def attention_heads(module: nn.Module) -> Mapping[str, int]:
     offered = getattr(module, "tensor_parallel_heads", None)
     if offered is not None:
         return offered
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         return {}
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     names = {"q_proj": heads, "k_proj": key_heads, "v_proj": key_heads}
-    return {path: names[path.rpartition(".")[2]] for path, _ in module.named_modules() if path.rpartition(".")[2] in names}
+    return {
+        path: names[path.rpartition(".")[2]] for path, _ in module.named_modules() if path.rpartition(".")[2] in names
+    }
 
 
 def _check_coverage(submodules: Mapping[str, nn.Module], plan: Plan, layout: ResolvedLayout, key: str) -> None:

@@ -119,7 +119,9 @@ def _fit_tensor() -> str:
 
 def test_an_optimizer_that_was_built_before_sharding(pool: Pool) -> None:
     for message in pool.run(_fit_early, 2):
-        assert "SGD holds parameters that the model no longer has: it was built before the modules were sharded" in message
+        assert (
+            "SGD holds parameters that the model no longer has: it was built before the modules were sharded" in message
+        )
 
 
 def _fit_early() -> str:

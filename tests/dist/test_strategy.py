@@ -111,7 +111,9 @@ def test_every_sample_counts_once(pool: Pool, world: int, tensor: int, samples: 
         assert metrics["logged_mean"] == pytest.approx(sum(everything) / samples)
         assert metrics["logged_max"] == samples
         assert metrics["hook_sum"] == replicas
-        predicted = [x for other in ranks[::tensor] for batch in other["predictions"] if batch is not None for x in batch]
+        predicted = [
+            x for other in ranks[::tensor] for batch in other["predictions"] if batch is not None for x in batch
+        ]
         assert sorted(predicted) == everything
 
 
@@ -125,7 +127,9 @@ def _groups() -> dict[str, Any]:
     dist.all_reduce(one, group=strategy.meshes["vision"]["tensor_parallel"].get_group())
     two = torch.ones(())
     dist.all_reduce(two, group=module.device_mesh["tensor_parallel"].get_group())
-    backends = {tuple(dist.get_process_group_ranks(g)): dist.get_backend(g) for g in dist.distributed_c10d._world.pg_map}
+    backends = {
+        tuple(dist.get_process_group_ranks(g)): dist.get_backend(g) for g in dist.distributed_c10d._world.pg_map
+    }
     return {
         "names": llm.mesh_dim_names,
         "shape": tuple(llm.shape),
@@ -199,7 +203,10 @@ class Projected(LightningModule):
 
 def _outside(data: Tensor) -> dict[str, Any]:
     module = Projected(seed=dist_world() + int(os.environ["RANK"]))
-    layouts = {"vision": ModuleLayout(shard_size=1), "llm": ModuleLayout(tensor_parallel_size=2, tensor_parallel_plan={"": "colwise_rep"})}
+    layouts = {
+        "vision": ModuleLayout(shard_size=1),
+        "llm": ModuleLayout(tensor_parallel_size=2, tensor_parallel_plan={"": "colwise_rep"}),
+    }
     kept: dict[str, Any] = {}
     trainer = Trainer(strategy=HeteroStrategy(layouts), devices=4, max_steps=1, **SILENT)  # type: ignore[arg-type]
     original = module.on_before_optimizer_step

@@ -44,7 +44,9 @@ def samples(count: int, seed: int = 0, images: tuple[int, int] = (1, 3)) -> list
         result.append(
             {
                 "input_ids": torch.tensor(tokens + [0] * (SEQUENCE - len(tokens))),
-                "labels": torch.tensor([-100] * len(prompt) + tokens[len(prompt) :] + [-100] * (SEQUENCE - len(tokens))),
+                "labels": torch.tensor(
+                    [-100] * len(prompt) + tokens[len(prompt) :] + [-100] * (SEQUENCE - len(tokens))
+                ),
                 "images": torch.randn(n, 1, 8, 8, generator=generator, dtype=torch.float64),
             }
         )

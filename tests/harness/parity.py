@@ -250,12 +250,16 @@ def owners(counts: Sequence[int], replicas: int) -> list[tuple[int, int]]:
     """
     result = []
     for r, count in enumerate(counts):
-        ends = [min(max(Fraction((e + 1) * len(counts), replicas) - r, Fraction(0)), Fraction(1)) for e in range(replicas)]
+        ends = [
+            min(max(Fraction((e + 1) * len(counts), replicas) - r, Fraction(0)), Fraction(1)) for e in range(replicas)
+        ]
         result += [(r, next(e for e in range(replicas) if floor(count * ends[e]) > item)) for item in range(count)]
     return result
 
 
-def bytes_sent(source: Placed, destination: Placed, moves: Sequence[tuple[int, int]], size: int, world: int) -> list[int]:
+def bytes_sent(
+    source: Placed, destination: Placed, moves: Sequence[tuple[int, int]], size: int, world: int
+) -> list[int]:
     """Bytes that each rank sends so that every copy of each item's destination gets it, from itself where it can.
 
     Args:

@@ -81,7 +81,11 @@ def test_groups_are_shared_ordered_and_never_of_one_rank() -> None:
             "data 3 x context 1 x tensor 2 = 6, but the module has 4 ranks; change layouts.llm.data_parallel_size",
         ),
         (ModuleLayout(tensor_parallel_size=3), 4, "= 3 does not divide the module's 4 ranks; change layouts.llm"),
-        (ModuleLayout(ranks="2-5"), 4, "ranks 4-5 outside the world of 4 processes (ranks 0-3); change layouts.llm.ranks"),
+        (
+            ModuleLayout(ranks="2-5"),
+            4,
+            "ranks 4-5 outside the world of 4 processes (ranks 0-3); change layouts.llm.ranks",
+        ),
         (ModuleLayout(shard_size=3), 4, "layouts.llm.shard_size: 3 does not divide the data-parallel size 4"),
     ],
 )
@@ -91,7 +95,9 @@ def test_sizes_that_do_not_fit(layout: ModuleLayout, world: int, text: str) -> N
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("field", ["tensor_parallel_size", "data_parallel_size", "shard_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "field", ["tensor_parallel_size", "data_parallel_size", "shard_size", "pipeline_parallel_size"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.5, "two", True])
 def test_sizes_that_are_no_sizes(field: str, value: object) -> None:
     with pytest.raises(LayoutError, match=f"{field} must be a whole number from 1 up, got") as error:

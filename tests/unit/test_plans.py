@@ -140,7 +140,9 @@ def test_default_layouts() -> None:
 
 
 def test_fields_of_later_versions_are_refused_by_name() -> None:
-    layouts = find_layouts(vlm.build(), {"vision": ModuleLayout(), "llm": ModuleLayout(context_parallel_size=2)}, None, 2)
+    layouts = find_layouts(
+        vlm.build(), {"vision": ModuleLayout(), "llm": ModuleLayout(context_parallel_size=2)}, None, 2
+    )
     with pytest.raises(LayoutError, match=r"layouts.llm.context_parallel_size=2 is not supported by this version"):
         plan_modules(vlm.build(), layouts)
 

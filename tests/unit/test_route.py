@@ -43,9 +43,9 @@ def run(routes: list[Route], held: list[list[object]]) -> list[list[object]]:
 
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 8)).flatmap(
-    lambda s: st.sampled_from([(d, s[0] * s[1] // d) for d in range(1, s[0] * s[1] + 1) if s[0] * s[1] % d == 0]).flatmap(
-        lambda m: st.just((s, m))
-    )
+    lambda s: st.sampled_from(
+        [(d, s[0] * s[1] // d) for d in range(1, s[0] * s[1] + 1) if s[0] * s[1] % d == 0]
+    ).flatmap(lambda m: st.just((s, m)))
 )
 
 
