@@ -144,7 +144,7 @@ def copies(parameter: Tensor, layout: ResolvedLayout) -> int:
     sharded = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
-            if placement.is_shard():
+            if not placement.is_replicate() and not placement.is_partial():  # a strided shard is no Shard
                 sharded *= parameter.device_mesh.size(axis)
     return len(layout.ranks) // sharded
 

@@ -5,12 +5,12 @@ It has to run something, since the others' collectives wait for it; the result m
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetero.data import replica_batch_sampler
@@ -71,10 +71,20 @@ def leave_no_trace(module: nn.Module, results: Any) -> Generator[None, None, Non
                     setattr(result, name, logged[key][name] if key in logged else default.clone())
 
 
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned: a tensor, or a mapping with one."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def with_loss(output: Any, loss: Tensor | None) -> Any:
+    """The step's output with another loss."""
+    if loss is None:
+        return output
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
 def weightless(output: Any) -> Any:
     """A step's output with a loss of zero that still has its graph, so that the backward's collectives run."""
-    if isinstance(output, torch.Tensor):
-        return torch.nan_to_num(output) * 0.0
-    if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
-        return {**output, "loss": weightless(output["loss"])}
-    return output
+    loss = loss_of(output)
+    return with_loss(output, None if loss is None else torch.nan_to_num(loss) * 0.0)

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_hetero.boundary.call import Boundary, StepState, place
+from lightning_hetero.boundary.call import Boundary, place
 from lightning_hetero.boundary.exchange import Transport
+from lightning_hetero.boundary.rendezvous import Rendezvous
 from lightning_hetero.data import shard_dataloader
 from lightning_hetero.errors import HeteroError, LayoutError
 from lightning_hetero.gradients import (
@@ -36,6 +37,7 @@ from lightning_hetero.layout import FLATTENED_AXES, Layouts, ModuleLayout, show
 from lightning_hetero.logged import reduce_logged_values_over
 from lightning_hetero.mesh import ProcessGroups, build_meshes, create_groups
 from lightning_hetero.parallelize.apply import (
+    ModulePlan,
     agree_on_weights,
     innermost_first,
     materialize,
@@ -46,7 +48,7 @@ from lightning_hetero.parallelize.apply import (
 from lightning_hetero.parallelize.data import uses_fsdp
 from lightning_hetero.placement import configured_layouts, find_layouts, parameters_by_module
 from lightning_hetero.report import print_layout
-from lightning_hetero.standin import is_standin, leave_no_trace, weightless
+from lightning_hetero.standin import is_standin, leave_no_trace, loss_of, weightless, with_loss
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -108,7 +110,7 @@ class HeteroStrategy(ModelParallelStrategy):
         self.meshes: Mapping[str, DeviceMesh] = {}
         self.boundaries: dict[str, Boundary] = {}
         self._groups: ProcessGroups | None = None
-        self._state = StepState()
+        self._rendezvous: Rendezvous | None = None
         self._sync: GradientSync | None = None
         self._norm = GradientNorm({})
         self._parallelized: nn.Module | None = None
@@ -199,13 +201,26 @@ class HeteroStrategy(ModelParallelStrategy):
         }
         self._norm = GradientNorm(layout_of, dist.group.WORLD if self.world_size > 1 else None)
         extend_precision(self.precision_plugin, self._norm, self.root_device)
-        self.boundaries = {}
+        self._place(plans)
+        self._parallelized = module
+
+    def _place(self, plans: Mapping[str, ModulePlan]) -> None:
+        """Puts boundaries around the placed modules, and makes ranks meet before the driver's first collectives."""
+        layouts, groups = self.layouts, self._groups
+        assert layouts is not None and groups is not None
+        self.boundaries, self._rendezvous = {}, None
+        if not layouts.others:
+            return
+        transport = Transport(groups[layouts.driver.ranks], groups.host)
+        rendezvous = self._rendezvous = Rendezvous(transport, meets=layouts.driver.data_size > 1)
         for layout in layouts.others:
             transport = Transport(groups[layouts.driver.ranks], groups.host)
-            boundary = Boundary(layout, layouts.driver, transport, self._state, self.global_rank)
-            place(plans[layout.name].module, boundary)
+            boundary = Boundary(layout, layouts.driver, transport, rendezvous, self.global_rank)
+            place(plans[layout.name].module, boundary, self.root_device)
             self.boundaries[layout.name] = boundary
-        self._parallelized = module
+        if uses_fsdp(layouts.driver):  # its collectives span replicas
+            driver = plans[layouts.driver_name]
+            rendezvous.watch(driver.module, [driver.module.get_submodule(path) for path in driver.units])
 
     def _plan_sync(
         self, owned: Mapping[str, Mapping[str, nn.Parameter]], partial: Mapping[str, list[str]]
@@ -294,12 +309,8 @@ class HeteroStrategy(ModelParallelStrategy):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = self._run_step(super().training_step, *args, **kwargs)
-        if isinstance(output, Tensor):
-            return self._state.anchor(output)
-        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            return {**output, "loss": self._state.anchor(output["loss"])}
-        return output
+        """Runs the user's step; its loss requires a gradient on all ranks if it does on any."""
+        return self._run_step(super().training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         return self._run_step(super().validation_step, *args, **kwargs)
@@ -315,13 +326,21 @@ class HeteroStrategy(ModelParallelStrategy):
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a user's step. In it, collectives without a group mean the driver's data-parallel group."""
         assert self.lightning_module is not None
+        rendezvous = self._rendezvous
         self._in_step = True
-        self._state.anchors.clear()
         try:
-            if not self._is_standin():
-                return step(*args, **kwargs)
-            with leave_no_trace(self.lightning_module, self.lightning_module.trainer._results):
-                return weightless(step(*args, **kwargs))
+            if rendezvous is not None:
+                rendezvous.begin_step()
+            if self._is_standin():
+                with leave_no_trace(self.lightning_module, self.lightning_module.trainer._results):
+                    output = weightless(step(*args, **kwargs))
+            else:
+                output = step(*args, **kwargs)
+            if rendezvous is None:
+                return output
+            training = self.lightning_module.trainer.training
+            loss = loss_of(output) if training else None
+            return with_loss(output, rendezvous.end_step(loss))
         finally:
             self._in_step = False
 
@@ -380,4 +399,3 @@ class HeteroStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._state.anchors.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from lightning_hetero.boundary.exchange import Transport, cross
+from lightning_hetero.boundary.exchange import Traffic, Transport, cross
 from lightning_hetero.boundary.items import Cut, TensorSpec, cut_arguments, cut_result
+from lightning_hetero.boundary.rendezvous import Header, Rendezvous
 from lightning_hetero.boundary.route import (
     Assignment,
     Route,
@@ -25,25 +26,8 @@ from lightning_hetero.boundary.route import (
 from lightning_hetero.errors import BoundaryError
 from lightning_hetero.layout import ResolvedLayout
 
-
-@dataclass
-class StepState:
-    """What the boundaries of one strategy share while a step runs.
-
-    Attributes:
-        anchors: Zeros that tie the transfers of this step to the loss.
-        running: Name of the placed module that is running.
-    """
-
-    anchors: list[Tensor] = field(default_factory=list)
-    running: str | None = None
-
-    def anchor(self, loss: Tensor) -> Tensor:
-        """The loss, dependent on every transfer of the step, and forgets them."""
-        for anchor in self.anchors:
-            loss = loss + anchor.to(loss.dtype)
-        self.anchors.clear()
-        return loss
+Form = tuple[list[Any], TreeSpec]
+"""Slots and nesting of a call or result, without its tensors."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +47,27 @@ class Boundary:
         layout: The module's layout.
         driver: The driver's layout.
         transport: Between the ranks of both.
-        state: Shared by the boundaries of a strategy.
+        rendezvous: Where the ranks agree on a call.
         rank: This rank.
     """
 
     def __init__(
-        self, layout: ResolvedLayout, driver: ResolvedLayout, transport: Transport, state: StepState, rank: int
+        self, layout: ResolvedLayout, driver: ResolvedLayout, transport: Transport, rendezvous: Rendezvous, rank: int
     ) -> None:
         self.layout = layout
         self.driver = driver
         self.transport = transport
-        self.state = state
+        self.rendezvous = rendezvous
         self.rank = rank
+        self.index = len(rendezvous.boundaries)
+        self.device = torch.device("cpu")
+        rendezvous.boundaries.append(self)
+        self._forward: Callable[..., Any] | None = None
         self._replica = layout.replica_of(rank)
         self._driver_replica = driver.replica_of(rank)
-        self._form: tuple[list[Any], TreeSpec] | None = None
+        # Forms of arguments by signature, as far as all ranks know them, and the form of the last result.
+        self._argument_forms: dict[int, Form] = {}
+        self._result_form: Form | None = None
         # Counts repeat from step to step; a plan depends on nothing else.
         self._assign = lru_cache(maxsize=256)(assign_items)
         self._enter = lru_cache(maxsize=256)(self._plan_enter)
@@ -88,97 +78,118 @@ class Boundary:
         return self.layout.name
 
     @property
-    def traffic(self) -> Any:
+    def traffic(self) -> Traffic:
         """Bytes, items and calls of this rank."""
         return self.transport.traffic
 
-    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carries the arguments over, calls ``forward`` with this rank's share, and carries the result back.
+    def attach(self, forward: Callable[..., Any], device: torch.device) -> None:
+        """Says what a call runs, and where."""
+        self._forward, self.device = forward, device
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of the placed module does.
 
         Raises:
             BoundaryError: If the call cannot be cut, ranks disagree about it, or another placed module is running.
         """
-        if self.state.running is not None:
+        running = self.rendezvous.running
+        if running is not None:
             raise BoundaryError(
-                f"placed module '{self.name}' was called inside placed module '{self.state.running}', and neither is "
-                f"the driver ('{self.driver.name}'); call it from training_step or the driver, or "
-                "give only one of them a layout"
+                f"placed module '{self.name}' was called inside placed module '{running}', and neither is the driver "
+                f"('{self.driver.name}'); call it from training_step or the driver, or give only one of them a layout"
             )
-        cut = cut_arguments(self.name, args, kwargs)
-        cut, counts, differentiable_inputs = self._agree(cut)
-        if not any(counts):
-            return self._nothing(forward, cut)
-        assignment = self._assign(counts, self.layout.data_size)
-        routes = self._enter(assignment, counts)
-        inputs, _ = cross(
-            cut.tensors, routes.enter, routes.enter_back, self.transport, differentiable=differentiable_inputs
-        )
-        shared_args, shared_kwargs = cut.join(inputs)
-        self.state.running = self.name
-        try:
-            result = cut_result(self.name, forward(*shared_args, **shared_kwargs), routes.items)
-        finally:
-            self.state.running = None
-        self.traffic.items += routes.own_items
-        self.traffic.calls += 1
-        rows_per_item = result.rows // routes.items
-        self._form = (result.slots, result.tree)
-        leave, leave_back = self._leave(assignment, counts, rows_per_item)
-        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in result.tensors)
-        outputs, anchor = cross(result.tensors, leave, leave_back, self.transport, differentiable=differentiable)
-        if anchor is not None:
-            self.state.anchors.append(anchor)
-        return result.join(outputs)
+        return self.rendezvous.call(self, cut_arguments(self.name, args, kwargs))
 
-    def _agree(self, cut: Cut) -> tuple[Cut, tuple[int, ...], bool]:
-        """Tells the other ranks what this rank calls with.
+    def run(self, cut: Cut | None, headers: list[Header]) -> Any:
+        """Runs one call on all ranks: carries arguments over, computes this rank's share, carries the result back.
+
+        Args:
+            cut: What this rank calls with; ``None`` if it only joins.
+            headers: Of all ranks of the boundary.
 
         Returns:
-            The call (a rank without items takes over the others' form of it), the items of every driver replica, and
-            whether any rank's arguments need a gradient.
+            The result for this rank's items.
         """
-        wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in cut.tensors)
-        headers = self.transport.share([cut.rows, cut.signature(), int(wants)])
+        assert self._forward is not None
+        cut, counts = self._agree(cut, headers)
+        # A rank that joins runs in the callers' mode, not in that of the place where it waits.
+        with torch.set_grad_enabled(any(header.grad_mode for header in headers)):
+            if not any(counts):
+                return self._nothing(cut)
+            assignment = self._assign(counts, self.layout.data_size)
+            routes = self._enter(assignment, counts)
+            differentiable = any(header.wants_gradient for header in headers)
+            inputs, _ = cross(
+                cut.tensors, routes.enter, routes.enter_back, self.transport, differentiable=differentiable
+            )
+            shared_args, shared_kwargs = cut.join(inputs)
+            self.rendezvous.running = self.name
+            try:
+                result = cut_result(self.name, self._forward(*shared_args, **shared_kwargs), routes.items)
+            finally:
+                self.rendezvous.running = None
+            self.traffic.items += routes.own_items
+            self.traffic.calls += 1
+            self._result_form = (result.slots, result.tree)
+            leave, leave_back = self._leave(assignment, counts, result.rows // routes.items)
+            differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in result.tensors)
+            outputs, anchor = cross(result.tensors, leave, leave_back, self.transport, differentiable=differentiable)
+        if anchor is not None:
+            self.rendezvous.anchors.append(anchor)
+        return result.join(outputs)
+
+    def _agree(self, cut: Cut | None, headers: list[Header]) -> tuple[Cut, tuple[int, ...]]:
+        """Settles the form of the arguments and the number of items of every driver replica.
+
+        Returns:
+            The call, in the form of the ranks that have items if this rank has none, and the counts.
+        """
         by_rank = dict(zip(sorted({*self.layout.ranks, *self.driver.ranks}), headers, strict=True))
         for replica, ranks in enumerate(self.driver.replicas):
-            counts = {by_rank[rank][0] for rank in ranks}
-            if len(counts) > 1:
+            items = {by_rank[rank].items for rank in ranks}
+            if len(items) > 1:
                 raise BoundaryError(
-                    f"'{self.name}' was called with {sorted(counts)} items on the ranks of driver replica {replica} "
+                    f"'{self.name}' was called with {sorted(items)} items on the ranks of driver replica {replica} "
                     f"({list(ranks)}), which must see the same batch; shard the loader by strategy.loader_rank of "
                     "strategy.loader_world_size"
                 )
-        signatures = {by_rank[rank][1] for rank in by_rank}
-        if len(signatures) > 1:
-            cut = self._common_form(cut)
-        return cut, tuple(by_rank[ranks[0]][0] for ranks in self.driver.replicas), any(h[2] for h in headers)
+        wanted = {header.signature for header in headers if header.items} or {max(h.signature for h in headers)}
+        differ = any(header.signature not in wanted for header in headers)
+        if len(wanted) > 1 or (differ and not wanted <= set(self._argument_forms)):
+            self._exchange_forms(cut)
+        (signature,) = wanted
+        counts = tuple(by_rank[ranks[0]].items for ranks in self.driver.replicas)
+        if cut is None or cut.signature() != signature:
+            slots, tree = self._argument_forms[signature]
+            cut = Cut(_no_rows(slots, self.device), 0, slots, tree)
+        return cut, counts
 
-    def _common_form(self, cut: Cut) -> Cut:
-        """Agrees on one form of the arguments where they differ: that of the ranks that have items."""
-        forms = self.transport.share_objects((cut.rows, cut.slots, cut.tree))
-        with_items = [form for form in forms if form[0]] or forms[:1]
-        _, slots, tree = with_items[0]
-        for _, other_slots, other_tree in with_items[1:]:
-            if other_tree != tree or [_kind(s) for s in other_slots] != [_kind(s) for s in slots]:
-                raise BoundaryError(
-                    f"'{self.name}' was called with arguments of different form on different ranks: {slots} and "
-                    f"{other_slots}; dtypes and all dims but dim 0 must agree"
-                )
-        if cut.rows:
-            return cut
-        return Cut(_no_rows(slots, cut.tensors[0].device), 0, slots, tree)
+    def _exchange_forms(self, cut: Cut | None) -> None:
+        """Makes the forms of all ranks' arguments known to all of them; refuses forms that cannot run as one call."""
+        forms = self.transport.share_objects(None if cut is None else (cut.rows, cut.signature(), cut.slots, cut.tree))
+        given = [form for form in forms if form is not None]
+        for _, signature, slots, tree in given:
+            self._argument_forms[signature] = (slots, tree)
+        with_items = {form[1]: form for form in given if form[0]}
+        if len(with_items) > 1:
+            first, second, *_ = (form[2] for form in with_items.values())
+            raise BoundaryError(
+                f"'{self.name}' was called with arguments of different form on different ranks: {first} and {second}; "
+                "dtypes and all dims but dim 0 must agree"
+            )
 
-    def _nothing(self, forward: Callable[..., Any], cut: Cut) -> Any:
+    def _nothing(self, cut: Cut) -> Any:
         """The result of a call without items anywhere: every tensor with zero rows.
 
         Only the first call of a run computes it; later ones know its form.
         """
-        if self._form is None:
+        if self._result_form is None:
+            assert self._forward is not None
             args, kwargs = cut.join()
             with torch.no_grad():
-                return forward(*args, **kwargs)
-        slots, tree = self._form
-        return Cut(_no_rows(slots, cut.tensors[0].device), 0, slots, tree).join()
+                return self._forward(*args, **kwargs)
+        slots, tree = self._result_form
+        return Cut(_no_rows(slots, self.device), 0, slots, tree).join()
 
     def _plan_enter(self, assignment: Assignment, counts: tuple[int, ...]) -> CallRoutes:
         pieces = enter_pieces(assignment)
@@ -215,24 +226,21 @@ class PlacedModule:
     _boundary: Boundary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._boundary(super().__call__, args, kwargs)  # type: ignore[misc]
+        return self._boundary(args, kwargs)
 
 
-def place(module: nn.Module, boundary: Boundary) -> None:
+def place(module: nn.Module, boundary: Boundary, device: torch.device) -> None:
     """Puts a boundary around a module: the instance gets a subclass of its class, as ``fully_shard`` does."""
     cls = type(module)
     if not issubclass(cls, PlacedModule):
         module.__class__ = type(f"Placed{cls.__name__}", (PlacedModule, cls), {"__module__": cls.__module__})
     object.__setattr__(module, "_boundary", boundary)
+    boundary.attach(super(PlacedModule, module).__call__, device)  # type: ignore[misc]
 
 
 def _no_rows(slots: list[Any], device: torch.device) -> list[Tensor]:
     specs = [slot for slot in slots if isinstance(slot, TensorSpec)]
     return [torch.empty((0, *spec.shape), dtype=spec.dtype, device=device) for spec in specs]
-
-
-def _kind(slot: Any) -> Any:
-    return slot if isinstance(slot, TensorSpec) else type(slot).__name__
 
 
 def _real(assignment: Assignment) -> list[bool]:

@@ -52,7 +52,9 @@ class Cut:
 
     def signature(self) -> int:
         """A number that is equal on two ranks if their calls can be cut alike."""
-        slots = [slot if isinstance(slot, TensorSpec) else type(slot).__name__ for slot in self.slots]
+        # Plain values count: a flag can change what the result looks like. Others are known by their type.
+        plain = (TensorSpec, bool, int, float, str, type(None))
+        slots = [slot if isinstance(slot, plain) else type(slot).__name__ for slot in self.slots]
         return int.from_bytes(hashlib.sha1(f"{self.tree}{slots}".encode()).digest()[:7], "big")
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_hetero.errors import LayoutError
 from lightning_hetero.layout import Layouts, ResolvedLayout
 from lightning_hetero.mesh import ProcessGroups
-from lightning_hetero.parallelize.data import apply_fully_shard, resolve_units, uses_fsdp
+from lightning_hetero.parallelize.data import apply_fully_shard, finish_initialization, resolve_units, uses_fsdp
 from lightning_hetero.parallelize.plans import Plan, nested_paths, partial_submodules, resolve_plan
 from lightning_hetero.parallelize.tensor import apply_tensor_parallel
 from lightning_hetero.placement import check_paths, parameters_by_module
@@ -27,14 +27,14 @@ class ModulePlan:
     Attributes:
         layout: Its layout.
         module: The submodule.
-        nested: The placed modules inside it.
+        nested_paths: Paths, relative to the module, of the placed modules inside it.
         tensor_plan: Concrete submodule paths to tensor-parallel styles.
         units: Paths of its FSDP2 units.
     """
 
     layout: ResolvedLayout
     module: nn.Module
-    nested: tuple[nn.Module, ...]
+    nested_paths: list[str]
     tensor_plan: Plan
     units: list[str]
 
@@ -60,7 +60,7 @@ def plan_modules(root: nn.Module, layouts: Layouts) -> dict[str, ModulePlan]:
         plans[name] = ModulePlan(
             layout=layout,
             module=module,
-            nested=tuple(module.get_submodule(path) for path in nested),
+            nested_paths=nested,
             tensor_plan=resolve_plan(module, layout, nested),
             units=resolve_units(module, layout, nested),
         )
@@ -98,8 +98,10 @@ def parallelize(plan: ModulePlan, mesh: DeviceMesh, precision: MixedPrecisionPol
     """
     apply_tensor_parallel(plan.module, mesh["tensor_parallel"], plan.tensor_plan)
     if uses_fsdp(plan.layout):
-        ignored = {parameter for module in plan.nested for parameter in module.parameters()}
+        nested = [plan.module.get_submodule(path) for path in plan.nested_paths]
+        ignored = {parameter for module in nested for parameter in module.parameters()}
         apply_fully_shard(plan.module, plan.layout, mesh, plan.units, ignored=ignored, precision=precision)
+        finish_initialization(plan.module, plan.nested_paths)
 
 
 def partial_parameters(plan: ModulePlan) -> list[str]:

@@ -92,6 +92,29 @@ def apply_fully_shard(
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def finish_initialization(module: nn.Module, nested: Iterable[str]) -> None:
+    """Settles now that a module is the root of its FSDP2 units, and that placed modules inside it are roots too.
+
+    FSDP2 decides at the first forward: whatever is called first becomes a root. A child that is called from outside its
+    root's forward (an embedding), or a placed module inside a composite, would come first.
+
+    Args:
+        module: A module after :func:`apply_fully_shard`.
+        nested: Paths, relative to the module, of placed modules inside it.
+    """
+    hidden = []
+    for path in nested:
+        parent, _, name = path.rpartition(".")
+        children = module.get_submodule(parent)._modules
+        hidden.append((children, dict(children)))
+        children[name] = None
+    try:
+        module._get_fsdp_state()._lazy_init()  # type: ignore[operator, union-attr]
+    finally:
+        for children, original in reversed(hidden):
+            children.update(original)
+
+
 def fsdp_units(module: nn.Module, nested: Iterable[nn.Module] = ()) -> list[FSDPModule]:
     """FSDP2 units of a module, less those of placed modules inside it."""
     foreign = {child for other in nested for child in other.modules()}

@@ -86,9 +86,10 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
-    """``||value - reference|| / ||reference||``; a gradient that only one side has is an error of 1."""
+    """``||value - reference|| / ||reference||``; a gradient that only one side has is an error of 1, if it is not zero."""
     if value is None or reference is None:
-        return 0.0 if value is reference else 1.0
+        given = reference if value is None else value
+        return 0.0 if given is None or not given.any() else 1.0
     return float((value - reference).norm() / reference.norm()) if reference.norm() > 0 else float(value.norm())
 
 
