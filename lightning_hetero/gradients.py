@@ -26,7 +26,9 @@ def token_mean(module: Any, loss_sum: Tensor, num_tokens: Tensor | int) -> Tenso
     result is ``loss_sum * R / total`` with ``R`` replicas and ``total`` tokens on all of them, whose mean over the
     replicas (what every data-parallel strategy optimises) is ``sum(loss) / sum(tokens)``.
 
-    Works under any strategy. Over ``accumulate_grad_batches`` the result stays the mean over the batches.
+    Works under any strategy. With the strategy's microbatches the mean is over the tokens of all of them, as long as
+    the module defines ``count_tokens(batch)`` or the batch has ``labels``. Over ``accumulate_grad_batches`` the result
+    stays the mean over the batches.
 
     Args:
         module: The LightningModule, inside a step.
@@ -36,13 +38,24 @@ def token_mean(module: Any, loss_sum: Tensor, num_tokens: Tensor | int) -> Tenso
     Returns:
         The loss to return from ``training_step``.
     """
-    total = torch.as_tensor(num_tokens, device=loss_sum.device).detach().to(loss_sum.dtype)
+    total = torch.as_tensor(num_tokens, device=loss_sum.device).detach().to(_exact(loss_sum))
     group, replicas = _data_parallel_group(module)
-    if replicas > 1:
+    strategy = module.trainer.strategy if getattr(module, "_trainer", None) is not None else None
+    if getattr(strategy, "runs_standin", False):
+        total = torch.zeros_like(total)
+    step = getattr(strategy, "token_count", None)
+    if step is not None:
+        total = step.add(total)
+    elif replicas > 1:
         total = total.clone()
         dist.all_reduce(total, group=group)
     # No tokens anywhere: the sum is zero too.
-    return loss_sum * (replicas / total.clamp(min=1))
+    return loss_sum * (replicas / total.clamp(min=torch.finfo(total.dtype).tiny)).to(loss_sum.dtype)
+
+
+def _exact(loss: Tensor) -> torch.dtype:
+    """A dtype that counts tokens exactly: bfloat16 would not go beyond 256."""
+    return loss.dtype if loss.dtype == torch.float64 else torch.float32
 
 
 def _data_parallel_group(module: Any) -> tuple[dist.ProcessGroup | None, int]:
@@ -72,6 +85,8 @@ class Reduction:
 class GradientSync:
     """Sums what FSDP2 does not: gradients of replicated parameters, and partial gradients over tensor ranks.
 
+    Gradients may gather over several backwards and be summed with the last one of them.
+
     Args:
         partial: Parameters with partial gradients, summed over tensor ranks.
         replicated: Parameters that no FSDP2 unit manages, summed over replicas.
@@ -84,16 +99,29 @@ class GradientSync:
         self.host = host
         self._own = {p for reduction in (*partial, *replicated) for p in reduction.parameters.values()}
         self._set_aside: dict[nn.Parameter, Tensor] = {}
+        self._gathering = False
 
     def before_backward(self) -> None:
-        """Sets gradients of earlier backwards aside: they are summed already."""
+        """Sets gradients of earlier backwards aside if they are summed already."""
+        if self._gathering:
+            return
+        self._set_aside.clear()
         for parameter in self._own:
             if parameter.grad is not None:
                 self._set_aside[parameter] = parameter.grad
                 parameter.grad = None
 
-    def after_backward(self) -> None:
-        """Sums this backward's gradients and adds those of earlier ones."""
+    def after_backward(self, parameters: Iterable[nn.Parameter], *, reduce: bool) -> None:
+        """Sums the gradients since they were last summed, and adds those set aside.
+
+        Args:
+            parameters: All parameters of the model, whose DTensor gradients may be partial.
+            reduce: Whether to do so, or to go on gathering.
+        """
+        self._gathering = not reduce
+        if not reduce:
+            return
+        settle_partial(parameters)
         if self._own:
             self._fill_missing()
         for reduction in (*self.partial, *self.replicated):
@@ -218,30 +246,6 @@ def clip_by_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None
     for parameter in parameters:
         if parameter.grad is not None:
             local(parameter.grad).clamp_(-clip_value, clip_value)
-
-
-class HeteroPrecision:
-    """Mixin of a precision plugin's class: gradient clipping that spans meshes.
-
-    Lightning clips through the precision plugin, which has only the optimizer; the mixin finds the strategy's norm.
-    """
-
-    _norm: GradientNorm
-    _device: torch.device
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        self._norm.clip_by_norm(self.main_params(optimizer), self._device, float(clip_val))  # type: ignore[attr-defined]
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_value(self.main_params(optimizer), float(clip_val))  # type: ignore[attr-defined]
-
-
-def extend_precision(plugin: Any, norm: GradientNorm, device: torch.device) -> None:
-    """Gives a precision plugin clipping that spans meshes: the instance gets a subclass of its class."""
-    cls = type(plugin)
-    if not issubclass(cls, HeteroPrecision):
-        plugin.__class__ = type(f"Hetero{cls.__name__}", (HeteroPrecision, cls), {"__module__": cls.__module__})
-    plugin._norm, plugin._device = norm, device
 
 
 def _wide(device: torch.device) -> torch.dtype:

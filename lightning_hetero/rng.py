@@ -15,7 +15,7 @@ together, so on an accelerator the sharded stream concerns the device's generato
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -210,7 +210,7 @@ class RandomStreams:
         return self._modules[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """The streams of this rank. Those of several ranks can be merged: equal keys have equal values.
+        """The streams of this rank; :func:`merge_states` joins those of all ranks.
 
         Returns:
             ``seed``; ``calls`` by module; ``states`` by stream and device type, such as
@@ -234,7 +234,7 @@ class RandomStreams:
         the number of calls: agreed by all ranks, and not with the numbers that the run began with.
 
         Args:
-            state: What :meth:`state_dict` returned, on this rank or merged over all.
+            state: What :meth:`state_dict` returned on this rank, or :func:`merge_states` for all.
         """
         self.seed = state["seed"]
         for name, streams in self._modules.items():
@@ -243,6 +243,16 @@ class RandomStreams:
             streams.seed(*(stream_seed(self.seed, keys[sharded], streams.calls) for sharded in (False, True)))
             saved = {where: state["states"].get(f"{keys[where[0]]}/{where[1]}") for where in streams.states}
             streams.states |= {where: value.cpu() for where, value in saved.items() if value is not None}
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins what :meth:`RandomStreams.state_dict` returned on different ranks: where keys are equal, values are."""
+    merged: dict[str, Any] = {"calls": {}, "states": {}}
+    for state in states:
+        merged["seed"] = state["seed"]
+        for part in ("calls", "states"):
+            merged[part] |= state[part]
+    return merged
 
 
 def _seeded(like: torch.Generator, seed: int) -> Tensor:

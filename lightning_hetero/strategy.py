@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed, _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -16,7 +18,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -30,8 +32,6 @@ from lightning_hetero.gradients import (
     GradientNorm,
     GradientSync,
     Reduction,
-    extend_precision,
-    settle_partial,
 )
 from lightning_hetero.layout import FLATTENED_AXES, Layouts, ModuleLayout, show
 from lightning_hetero.logged import reduce_logged_values_over
@@ -47,7 +47,9 @@ from lightning_hetero.parallelize.apply import (
 )
 from lightning_hetero.parallelize.data import uses_fsdp
 from lightning_hetero.placement import configured_layouts, find_layouts, parameters_by_module
+from lightning_hetero.precision import extend_precision, fsdp_policy, scale_loss
 from lightning_hetero.report import print_layout
+from lightning_hetero.schedule import TokenCount, declared_tokens, split_batch
 from lightning_hetero.standin import is_standin, leave_no_trace, loss_of, weightless, with_loss
 
 if TYPE_CHECKING:
@@ -97,14 +99,17 @@ class HeteroStrategy(ModelParallelStrategy):
             timeout=timeout,
         )
         for name, value, supported in (
-            ("microbatches", microbatches, (1,)),
             ("microbatches_per_encode", microbatches_per_encode, (1,)),
             ("balance", balance, ("none", "replica")),
             ("data_loading", data_loading, ("every_rank",)),
         ):
             if value not in supported:
                 raise LayoutError(f"strategy.{name}={value!r} is not supported by this version; remove it")
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise LayoutError(f"strategy.microbatches must be a whole number from 1 up, got {microbatches!r}")
         self.layout_config = layouts
+        self.microbatches = microbatches
+        self.token_count: TokenCount | None = None
         self.driver_config = driver
         self.layouts: Layouts | None = None
         self.meshes: Mapping[str, DeviceMesh] = {}
@@ -113,9 +118,12 @@ class HeteroStrategy(ModelParallelStrategy):
         self._rendezvous: Rendezvous | None = None
         self._sync: GradientSync | None = None
         self._norm = GradientNorm({})
+        self._fsdp_roots: list[FSDPModule] = []
         self._parallelized: nn.Module | None = None
         self._in_step = False
         self._shards_loaders = True
+        self._blocks_sync = False
+        self._step_gradients: dict[nn.Parameter, Tensor] | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -191,7 +199,7 @@ class HeteroStrategy(ModelParallelStrategy):
         self.model_to_device()
         agree_on_weights(module, layouts, groups)
         for plan in innermost_first(plans):
-            parallelize(plan, self.meshes[plan.layout.name], self._fsdp_precision())
+            parallelize(plan, self.meshes[plan.layout.name], fsdp_policy(self.precision_plugin))
         owned = parameters_by_module(module, layouts)
         self._sync = self._plan_sync(owned, partial)
         layout_of = {
@@ -199,6 +207,7 @@ class HeteroStrategy(ModelParallelStrategy):
             for name, parameters in owned.items()
             for parameter in parameters.values()
         }
+        self._fsdp_roots = [plan.module for plan in plans.values() if isinstance(plan.module, FSDPModule)]
         self._norm = GradientNorm(layout_of, dist.group.WORLD if self.world_size > 1 else None)
         extend_precision(self.precision_plugin, self._norm, self.root_device)
         self._place(plans)
@@ -239,9 +248,6 @@ class HeteroStrategy(ModelParallelStrategy):
             if trainable and layout.data_size > 1 and not (name and uses_fsdp(layout)):
                 over_replicas.append(Reduction(trainable, self._groups.of(layout, FLATTENED_AXES["data_parallel"])))
         return GradientSync(over_tensor, over_replicas, self._groups.host)
-
-    def _fsdp_precision(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, which must hold the parallelised parameters.
@@ -309,8 +315,58 @@ class HeteroStrategy(ModelParallelStrategy):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's step; its loss requires a gradient on all ranks if it does on any."""
-        return self._run_step(super().training_step, *args, **kwargs)
+        """Runs the user's step, once for each microbatch; its loss requires a gradient on all ranks if it does on any.
+
+        With microbatches the backwards run in here, one after the other, and :meth:`backward` takes their gradients.
+        """
+        assert self.lightning_module is not None
+        step = super().training_step
+        if self.microbatches == 1 or not self.lightning_module.automatic_optimization:
+            return self._run_step(step, *args, **kwargs)
+        return self._run_microbatches(step, *args, **kwargs)
+
+    def _run_microbatches(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        module, sync = self.lightning_module, self._sync
+        assert module is not None and sync is not None
+        parts = split_batch(module, batch, self.microbatches)
+        # Lightning clears gradients after this step and before the backward: until then they are set aside.
+        before = {parameter: parameter.grad for parameter in module.parameters()}
+        for parameter in before:
+            parameter.grad = None
+        self.token_count = self._declare_tokens(batch)
+        share = self.microbatches * self.loader_world_size * module.trainer.accumulate_grad_batches
+        total = torch.zeros((), device=self.root_device)
+        try:
+            for number, part in enumerate(parts):
+                loss = loss_of(self._run_step(step, part, *args, **kwargs))
+                if loss is None:
+                    raise HeteroError(
+                        f"strategy.microbatches={self.microbatches} needs a loss from every training_step, got None"
+                    )
+                total = total + loss.detach() / self.microbatches
+                last = number == self.microbatches - 1
+                with self._gradient_sync(last and not self._blocks_sync):
+                    self.precision_plugin.backward(scale_loss(self.precision_plugin, loss / share), module, None)
+            if self.token_count is not None and not self.runs_standin:
+                self.token_count.check()
+        finally:
+            self.token_count = None
+            self._step_gradients = {p: p.grad for p in before if p.grad is not None}
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+        return total.requires_grad_()
+
+    def _declare_tokens(self, batch: Any) -> TokenCount | None:
+        """Agrees on the tokens of the step before its first microbatch runs."""
+        tokens = declared_tokens(self.lightning_module, batch)
+        if tokens is None:
+            return None
+        exact = torch.float64 if self.root_device.type == "cpu" else torch.float32
+        declared = torch.as_tensor(0 if self.runs_standin else tokens, device=self.root_device, dtype=exact)
+        total = declared.clone()
+        if self.loader_world_size > 1:
+            dist.all_reduce(total, group=self.data_parallel_group)
+        return TokenCount(self.microbatches, declared, total)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         return self._run_step(super().validation_step, *args, **kwargs)
@@ -321,7 +377,7 @@ class HeteroStrategy(ModelParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's step; a replica without samples of its own returns ``None``."""
         output = self._run_step(super().predict_step, *args, **kwargs)
-        return None if self._is_standin() else output
+        return None if self.runs_standin else output
 
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a user's step. In it, collectives without a group mean the driver's data-parallel group."""
@@ -331,7 +387,7 @@ class HeteroStrategy(ModelParallelStrategy):
         try:
             if rendezvous is not None:
                 rendezvous.begin_step()
-            if self._is_standin():
+            if self.runs_standin:
                 with leave_no_trace(self.lightning_module, self.lightning_module.trainer._results):
                     output = weightless(step(*args, **kwargs))
             else:
@@ -344,7 +400,9 @@ class HeteroStrategy(ModelParallelStrategy):
         finally:
             self._in_step = False
 
-    def _is_standin(self) -> bool:
+    @property
+    def runs_standin(self) -> bool:
+        """Whether the current batch holds no sample of this replica's own, so that nothing of its step counts."""
         assert self.lightning_module is not None
         return is_standin(self.lightning_module.trainer)
 
@@ -357,12 +415,35 @@ class HeteroStrategy(ModelParallelStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         sync.before_backward()
-        self.precision_plugin.backward(closure_loss / self.loader_world_size, module, optimizer, *args, **kwargs)
-        settle_partial(module.parameters())
-        sync.after_backward()
+        if self._step_gradients is not None:
+            for parameter, gradient in self._step_gradients.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            self._step_gradients = None
+        else:
+            with self._gradient_sync(not self._blocks_sync):
+                loss = closure_loss / self.loader_world_size
+                self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        sync.after_backward(module.parameters(), reduce=not self._blocks_sync)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """While gradients accumulate over batches, nothing is reduced: FSDP2 and we wait for the last batch."""
+        self._blocks_sync = True
+        try:
+            yield
+        finally:
+            self._blocks_sync = False
+
+    @contextmanager
+    def _gradient_sync(self, enabled: bool) -> Generator[None, None, None]:
+        """Whether FSDP2 reduces gradients in the backwards that run meanwhile."""
+        for root in self._fsdp_roots:
+            root.set_requires_gradient_sync(enabled)
+            root.set_is_last_backward(enabled)
+        yield
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of the whole model, or of some parameters, with every element counted once.

@@ -52,7 +52,7 @@ def balance_items(
 
     The most expensive items are placed first. Each stays where the plain contiguous split (:func:`assign_items`) has
     it as long as that replica remains below what even the best assignment needs, so that few items move; the others
-    go to the replica that is least busy so far. Then the busiest replica gives items away, or swaps them, while that helps.
+    go to the replica that is least busy so far. Then the busiest replica gives items away, or swaps them, a few times.
 
     Args:
         costs: ``costs[r][i]`` is the cost of item ``i`` of driver replica ``r``, not negative.
@@ -154,7 +154,7 @@ def _place(
         if loads[e] + cost[item] > limit:
             heap = heap_of[owner[item]]
             load, e = heap[0]
-            while load != loads[e]:
+            while load < loads[e]:
                 heapreplace(heap, (loads[e], e))
                 load, e = heap[0]
         shares[e].append(item)

@@ -178,7 +178,7 @@ class Rendezvous:
             where = [header[1] for header in headers]
             raise BoundaryError(
                 "ranks are at different places of the step and none of them calls a placed module: "
-                + ", ".join(f"rank {rank} {_place_name(unit)}" for rank, unit in enumerate(where))
+                + ", ".join(f"rank {rank} {_place_name(place)}" for rank, place in enumerate(where))
                 + "; every replica must call the driver equally often in a step"
             )
         return any(header.wants_gradient for header in headers)

@@ -74,6 +74,7 @@ class DigitsQuestions(Dataset[Sample]):
         max_images: most images in a sample.
         text_share: probability that a sample has no image.
         sum_share: probability that a sample with images asks for their sum, not for one of them.
+        noise: standard deviation of the Gaussian noise on the pixels, over that of the pixels.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class DigitsQuestions(Dataset[Sample]):
         max_images: int,
         text_share: float,
         sum_share: float,
+        noise: float,
     ) -> None:
         self.images = torch.from_numpy((images / PIXEL_MAX - PIXEL_MEAN) / PIXEL_STD).float().unsqueeze(1)
         self.digits = digits
@@ -96,6 +98,7 @@ class DigitsQuestions(Dataset[Sample]):
         self.max_images = max_images
         self.text_share = text_share
         self.sum_share = sum_share
+        self.noise = noise
         self.tokenizer = DigitsTokenizer()
 
     def __len__(self) -> int:
@@ -105,25 +108,31 @@ class DigitsQuestions(Dataset[Sample]):
         rng = np.random.default_rng((*self.seed, index))
         if rng.random() < self.text_share:
             first, second = rng.integers(10, size=2).tolist()
-            return self._sample(index, [], f"what is {NUMBERS[first]} plus {NUMBERS[second]} ?", first + second)
+            return self._sample(
+                index, self.images[:0], f"what is {NUMBERS[first]} plus {NUMBERS[second]} ?", first + second
+            )
 
         count = int(rng.integers(1, self.max_images + 1))
         asked = int(rng.integers(count))
         chosen = rng.integers(len(self.images), size=count).tolist()
         chosen[asked] = index % len(self.images)
         digits = [int(self.digits[i]) for i in chosen]
-        if rng.random() < self.sum_share:
-            return self._sample(index, chosen, "what is the sum ?", sum(digits))
-        return self._sample(index, chosen, f"what is digit {asked + 1} ?", digits[asked])
+        ask_sum = rng.random() < self.sum_share
+        images = self.images[chosen]
+        if self.noise:
+            images += self.noise * torch.from_numpy(rng.standard_normal(images.shape, dtype=np.float32))
+        if ask_sum:
+            return self._sample(index, images, "what is the sum ?", sum(digits))
+        return self._sample(index, images, f"what is digit {asked + 1} ?", digits[asked])
 
-    def _sample(self, index: int, chosen: list[int], question: str, answer: int) -> Sample:
-        placeholders = [self.tokenizer.image_id] * (len(chosen) * self.tokens_per_image)
+    def _sample(self, index: int, images: Tensor, question: str, answer: int) -> Sample:
+        placeholders = [self.tokenizer.image_id] * (len(images) * self.tokens_per_image)
         prompt = placeholders + self.tokenizer.encode(question)
         return Sample(
             sample_id=index,
             tokens=[*prompt, *self.tokenizer.encode(number_words(answer)), self.tokenizer.eos_id],
             prompt_length=len(prompt),
-            images=self.images[chosen],
+            images=images,
         )
 
 
@@ -169,6 +178,7 @@ class DigitsDataModule(LightningDataModule):
         sum_share: share of the questions with images that are the harder "what is the sum ?"; needs `max_images` of at
             most 3.
         val_share: share of the images that is kept for validation.
+        noise: standard deviation of the noise on the training images, over that of their pixels.
         pad_to_multiple_of: the fixed sequence length is rounded up to a multiple of this.
         num_workers: worker processes of a data loader.
         seed: determines the split and all samples.
@@ -184,6 +194,7 @@ class DigitsDataModule(LightningDataModule):
         text_share: float = 0.15,
         sum_share: float = 0.0,
         val_share: float = 0.2,
+        noise: float = 0.3,
         pad_to_multiple_of: int = 2,
         num_workers: int = 0,
         seed: int = 0,
@@ -200,6 +211,7 @@ class DigitsDataModule(LightningDataModule):
         self.text_share = text_share
         self.sum_share = sum_share
         self.val_share = val_share
+        self.noise = noise
         self.num_workers = num_workers
         self.seed = seed
         self.tokenizer = DigitsTokenizer()
@@ -212,7 +224,7 @@ class DigitsDataModule(LightningDataModule):
         order = np.random.default_rng(self.seed).permutation(len(data.images))
         val_images, train_images = np.split(order, [round(self.val_share * len(order))])
 
-        def questions(images: np.ndarray, num_samples: int, part: int) -> DigitsQuestions:
+        def questions(images: np.ndarray, num_samples: int, part: int, noise: float) -> DigitsQuestions:
             return DigitsQuestions(
                 data.images[images],
                 data.target[images],
@@ -222,10 +234,11 @@ class DigitsDataModule(LightningDataModule):
                 max_images=self.max_images,
                 text_share=self.text_share,
                 sum_share=self.sum_share,
+                noise=noise,
             )
 
-        self.train_set = questions(train_images, self.train_samples, 0)
-        self.val_set = questions(val_images, self.val_samples, 1)
+        self.train_set = questions(train_images, self.train_samples, 0, self.noise)
+        self.val_set = questions(val_images, self.val_samples, 1, 0.0)
 
     def _loader(self, questions: DigitsQuestions) -> DataLoader[Sample]:
         # Not shuffled: the samples are independent draws already, and step k sees the same ones on any number of ranks.

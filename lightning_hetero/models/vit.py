@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from lightning_hetero.models.blocks import ENCODER_PLAN, MLP, EncoderBlock, init_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,60 +41,6 @@ class VisionConfig:
     dropout: float = 0.0
 
 
-class MLP(nn.Module):
-    """Linear, GELU, linear."""
-
-    def __init__(self, in_width: int, hidden_width: int, out_width: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(in_width, hidden_width)
-        self.fc2 = nn.Linear(hidden_width, out_width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-class VisionAttention(nn.Module):
-    """Bidirectional multi-head attention.
-
-    The number of heads is read from the projections' output, so the same code runs on a tensor-parallel rank that
-    holds some of the heads.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.head_dim = width // heads
-        self.dropout = dropout
-        self.q_proj = nn.Linear(width, width)
-        # Without bias: softmax is blind to it, so its gradient would be rounding noise.
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width)
-        self.o_proj = nn.Linear(width, width)
-
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        q, k, v = (
-            proj(x_NTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out_NHTK = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
-        return self.o_proj(out_NHTK.transpose(1, 2).flatten(2))
-
-
-class VisionBlock(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
-
-    def __init__(self, width: int, heads: int, mlp_width: int, dropout: float) -> None:
-        super().__init__()
-        self.attn_norm = nn.LayerNorm(width)
-        self.attn = VisionAttention(width, heads, dropout)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = MLP(width, mlp_width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        x_NTD = x_NTD + self.dropout(self.attn(self.attn_norm(x_NTD)))
-        return x_NTD + self.dropout(self.mlp(self.mlp_norm(x_NTD)))
-
-
 class VisionEncoder(nn.Module):
     """Patches, pre-norm transformer blocks, optional pooling of the patch grid, and a projector to the LLM's width.
 
@@ -107,16 +54,7 @@ class VisionEncoder(nn.Module):
             `tokens_per_image` is not the square of a divisor of the patch grid's side.
     """
 
-    tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        "blocks.*.attn.q_proj": "colwise",
-        "blocks.*.attn.k_proj": "colwise",
-        "blocks.*.attn.v_proj": "colwise",
-        "blocks.*.attn.o_proj": "rowwise",
-        "blocks.*.mlp.fc1": "colwise",
-        "blocks.*.mlp.fc2": "rowwise",
-        "projector.fc1": "colwise",
-        "projector.fc2": "rowwise",
-    }
+    tensor_parallel_plan: ClassVar[dict[str, str]] = ENCODER_PLAN
     """Module pattern -> tensor-parallel style. Modules that it does not name are replicated, with equal gradients on
     all tensor ranks."""
 
@@ -158,7 +96,7 @@ class VisionEncoder(nn.Module):
 
         self.patch_embed = nn.Linear(in_channels * patch_size**2, width)
         self.position_embed = nn.Parameter(torch.empty(grid**2, width))
-        self.blocks = nn.ModuleList(VisionBlock(width, heads, int(mlp_ratio * width), dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(EncoderBlock(width, heads, int(mlp_ratio * width), dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.projector = MLP(width, output_width, output_width)
         self.init_weights()
@@ -171,15 +109,7 @@ class VisionEncoder(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draws all weights from the default random stream; a no-op for parameters on the meta device."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                branch_end = name.startswith("blocks.") and name.endswith(("o_proj", "fc2"))
-                std = module.in_features**-0.5 * ((2 * len(self.blocks)) ** -0.5 if branch_end else 1.0)
-                nn.init.normal_(module.weight, std=std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+        init_encoder(self, len(self.blocks))
         nn.init.normal_(self.position_embed, std=self.position_embed.shape[1] ** -0.5)
 
     def forward(self, images: Tensor) -> Tensor:

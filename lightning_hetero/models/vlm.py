@@ -89,6 +89,19 @@ class VisionLanguageModule(LightningModule):
         features = self.vision(batch["images"])
         return self.llm(batch["input_ids"], features, batch["feature_mask"])
 
+    def split_batch(self, batch: dict[str, Tensor], n: int) -> list[dict[str, Tensor]]:
+        """Cuts a batch into `n` microbatches of whole samples, with the images of each."""
+        images = (batch["feature_mask"].sum(dim=1) // self.vision.tokens_per_image).cpu()
+        parts: list[dict[str, Tensor]] = [{} for _ in range(n)]
+        for name, tensor in batch.items():
+            if name == "images":
+                chunks = tensor.split([int(part.sum()) for part in images.tensor_split(n)])
+            else:
+                chunks = tensor.tensor_split(n)
+            for part, chunk in zip(parts, chunks, strict=True):
+                part[name] = chunk
+        return parts
+
     def count_tokens(self, batch: dict[str, Tensor]) -> int:
         """Number of tokens that the loss of a batch is summed over."""
         return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())

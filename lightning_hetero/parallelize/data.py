@@ -109,7 +109,7 @@ def finish_initialization(module: nn.Module, nested: Iterable[str]) -> None:
         hidden.append((children, dict(children)))
         children[name] = None
     try:
-        module._get_fsdp_state()._lazy_init()  # type: ignore[operator, union-attr]
+        module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
     finally:
         for children, original in reversed(hidden):
             children.update(original)

@@ -72,7 +72,8 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         self.record.losses.append(float(outputs["loss"]))
-        self.record.clipped.append({name: whole(p.grad) for name, p in module.named_parameters()})
+        if len(self.record.clipped) < len(self.record.gradients):  # this batch ended with an optimizer step
+            self.record.clipped.append({name: whole(p.grad) for name, p in module.named_parameters()})
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.record.parameters = {name: whole(p) for name, p in module.named_parameters()}
@@ -86,7 +87,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
-    """``||value - reference|| / ||reference||``; a gradient that only one side has is an error of 1, if it is not zero."""
+    """``||value - reference|| / ||reference||``; a gradient other than zero that only one side has is an error of 1."""
     if value is None or reference is None:
         given = reference if value is None else value
         return 0.0 if given is None or not given.any() else 1.0
@@ -143,12 +144,14 @@ class Case:
         driver: As given to the strategy.
         mutation: Breaks the package while the run lasts; the run is then expected to differ.
         trainer: Arguments of the Trainer.
+        strategy: Further arguments of the strategy.
     """
 
     layouts: dict[str, ModuleLayout]
     driver: str | None = None
     mutation: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
 
 
 def train_rank(
@@ -171,7 +174,7 @@ def _train_once(
 ) -> RankReport:
     world = int(os.environ["WORLD_SIZE"])
     recorder = Recorder()
-    strategy = HeteroStrategy(layouts=case.layouts, driver=case.driver)
+    strategy = HeteroStrategy(layouts=case.layouts, driver=case.driver, **case.strategy)
     module = factory()
     replicas = Placed.of(case.layouts[case.driver or "llm"], world).data
     with case.mutation() if case.mutation is not None else contextlib.nullcontext():

@@ -140,23 +140,21 @@ def test_two_calls_before_their_backward() -> None:
 
     images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(1)).double()
 
-    def steps(module: nn.Module, of_llm: ModuleStreams) -> Tensor:
-        assert isinstance(module, Both)
-        of_vision = streams(2)
-        for path in ("blocks.0", "blocks.1"):
-            block = module.vision.get_submodule(path)
-            if hasattr(block, "_recompute_streams"):
-                block._recompute_streams = of_vision
-        with of_llm.running():  # the step runs in the driver's streams
-            with of_vision.running():
-                first = module.vision(images).flatten(0, 1)[:12]
-            logits = module.llm(ids(2, 0), first, torch.ones(2, 6, dtype=torch.bool))
-            with of_vision.running():
-                second = module.vision(images * 2)
-            return logits.sin().sum() + second.sin().sum()
+    def run(vision_blocks: list[str], llm_blocks: list[str]) -> tuple:
+        def steps(module: nn.Module, of_llm: ModuleStreams) -> Tensor:
+            of_vision = streams(2)
+            apply_recompute(module.vision, vision_blocks, of_vision)
+            with of_llm.running():  # the step runs in the driver's streams
+                with of_vision.running():
+                    first = module.vision(images).flatten(0, 1)[:12]
+                logits = module.llm(ids(2, 0), first, torch.ones(2, 6, dtype=torch.bool))
+                with of_vision.running():
+                    second = module.vision(images * 2)
+                return logits.sin().sum() + second.sin().sum()
 
-    blocks = [*(f"vision.blocks.{i}" for i in range(2)), *(f"llm.blocks.{i}" for i in range(3))]
-    assert_same(gradients(Both, steps, []), gradients(Both, steps, blocks))
+        return gradients(Both, steps, llm_blocks)
+
+    assert_same(run([], []), run(["blocks.0", "blocks.1"], ["llm.blocks.0", "llm.blocks.1", "llm.blocks.2"]))
 
 
 def test_accumulated_backwards_in_any_order() -> None:

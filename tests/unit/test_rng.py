@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_hetero.layout import Layouts, ModuleLayout, resolve_layouts
 from lightning_hetero.parallelize.streams import output_is_sharded, switch_streams
-from lightning_hetero.rng import ModuleStreams, RandomStreams, stream_key, stream_seed
+from lightning_hetero.rng import ModuleStreams, RandomStreams, merge_states, stream_key, stream_seed
 
 CPU = torch.device("cpu")
 gpu = pytest.param(
@@ -72,7 +72,7 @@ def test_ranks_that_hold_other_tokens_or_layers_differ() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
 def test_streams_are_isolated(device: str) -> None:
-    """What runs between two calls of a module does not change what it draws, nor do they change what is drawn outside."""
+    """What runs between two calls of a module does not change its draws, nor do they change those outside of it."""
 
     def run(other: Callable[[], object]) -> list[Tensor]:
         module = ModuleStreams(1, 2, torch.device(device))
@@ -236,11 +236,9 @@ class TestState:
         ranks = [streams(rank) for rank in range(8)]
         for rank in ranks:
             self.draws(rank)
-        merged: dict = ranks[0].state_dict()
-        for rank in ranks[1:]:
-            state = rank.state_dict()
-            assert all(torch.equal(v, merged["states"][k]) for k, v in state["states"].items() if k in merged["states"])
-            merged["states"] |= state["states"]
+        merged = merge_states(rank.state_dict() for rank in ranks)
+        for rank in ranks:
+            assert all(torch.equal(value, merged["states"][key]) for key, value in rank.state_dict()["states"].items())
 
         def loaded(rank: int) -> RandomStreams:
             of_rank = RandomStreams(layouts(world=16, tensor_parallel_size=4), rank, 0, CPU)
