@@ -113,8 +113,8 @@ class TokenCount:
             torch._assert_async(same, "token_mean: the microbatches' tokens do not add up to count_tokens(batch)")
         elif not same:
             raise HeteroError(
-                f"token_mean was given {float(self.counted):g} tokens over the step's {self.microbatches} microbatches, "
-                f"but count_tokens(batch), or labels that are not -100, say {float(self.declared):g}; make "
+                f"token_mean was given {float(self.counted):g} tokens over the step's {self.microbatches} "
+                f"microbatches, but count_tokens(batch), or labels that are not -100, say {float(self.declared):g}; make "
                 "count_tokens(batch) count what training_step passes to token_mean"
             )
 

@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from lightning_hetero.boundary.call import Boundary, place
 from lightning_hetero.boundary.exchange import Transport
 from lightning_hetero.boundary.rendezvous import Rendezvous
+from lightning_hetero.boundary.specs import find_spec
 from lightning_hetero.data import shard_dataloader
 from lightning_hetero.errors import HeteroError, LayoutError
 from lightning_hetero.gradients import (
@@ -49,11 +50,15 @@ from lightning_hetero.parallelize.data import uses_fsdp
 from lightning_hetero.placement import configured_layouts, find_layouts, parameters_by_module
 from lightning_hetero.precision import extend_precision, fsdp_policy, scale_loss
 from lightning_hetero.report import print_layout
+from lightning_hetero.rng import RandomStreams, merge_states
 from lightning_hetero.schedule import TokenCount, declared_tokens, split_batch
 from lightning_hetero.standin import is_standin, leave_no_trace, loss_of, weightless, with_loss
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+STREAMS_KEY = "random_streams"
+"""Where a checkpoint has the random streams of all modules."""
 
 
 class HeteroStrategy(ModelParallelStrategy):
@@ -100,7 +105,7 @@ class HeteroStrategy(ModelParallelStrategy):
         )
         for name, value, supported in (
             ("microbatches_per_encode", microbatches_per_encode, (1,)),
-            ("balance", balance, ("none", "replica")),
+            ("balance", balance, ("none", "replica", "global")),
             ("data_loading", data_loading, ("every_rank",)),
         ):
             if value not in supported:
@@ -109,6 +114,7 @@ class HeteroStrategy(ModelParallelStrategy):
             raise LayoutError(f"strategy.microbatches must be a whole number from 1 up, got {microbatches!r}")
         self.layout_config = layouts
         self.microbatches = microbatches
+        self.balance = balance
         self.token_count: TokenCount | None = None
         self.driver_config = driver
         self.layouts: Layouts | None = None
@@ -117,6 +123,7 @@ class HeteroStrategy(ModelParallelStrategy):
         self._groups: ProcessGroups | None = None
         self._rendezvous: Rendezvous | None = None
         self._sync: GradientSync | None = None
+        self._streams: RandomStreams | None = None
         self._norm = GradientNorm({})
         self._fsdp_roots: list[FSDPModule] = []
         self._parallelized: nn.Module | None = None
@@ -198,8 +205,13 @@ class HeteroStrategy(ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         agree_on_weights(module, layouts, groups)
+        # Ranks may be seeded differently; streams that must agree may not.
+        seed = torch.tensor([torch.initial_seed() % 2**63])
+        dist.broadcast(seed, src=0, group=groups.host)
+        self._streams = RandomStreams(layouts, self.global_rank, int(seed), self.root_device)
+        policy = fsdp_policy(self.precision_plugin)
         for plan in innermost_first(plans):
-            parallelize(plan, self.meshes[plan.layout.name], fsdp_policy(self.precision_plugin))
+            parallelize(plan, self.meshes[plan.layout.name], policy, self._streams[plan.layout.name])
         owned = parameters_by_module(module, layouts)
         self._sync = self._plan_sync(owned, partial)
         layout_of = {
@@ -216,7 +228,8 @@ class HeteroStrategy(ModelParallelStrategy):
     def _place(self, plans: Mapping[str, ModulePlan]) -> None:
         """Puts boundaries around the placed modules, and makes ranks meet before the driver's first collectives."""
         layouts, groups = self.layouts, self._groups
-        assert layouts is not None and groups is not None
+        assert layouts is not None and groups is not None and self._streams is not None
+        assert self.lightning_module is not None
         self.boundaries, self._rendezvous = {}, None
         if not layouts.others:
             return
@@ -224,8 +237,18 @@ class HeteroStrategy(ModelParallelStrategy):
         rendezvous = self._rendezvous = Rendezvous(transport, meets=layouts.driver.data_size > 1)
         for layout in layouts.others:
             transport = Transport(groups[layouts.driver.ranks], groups.host)
-            boundary = Boundary(layout, layouts.driver, transport, rendezvous, self.global_rank)
-            place(plans[layout.name].module, boundary, self.root_device)
+            module = plans[layout.name].module
+            boundary = Boundary(
+                layout,
+                layouts.driver,
+                transport,
+                rendezvous,
+                self.global_rank,
+                self._streams[layout.name],
+                find_spec(module, layout.name, self.lightning_module),
+                layout.config.balance or self.balance,
+            )
+            place(module, boundary, self.root_device)
             self.boundaries[layout.name] = boundary
         if uses_fsdp(layouts.driver):  # its collectives span replicas
             driver = plans[layouts.driver_name]
@@ -382,21 +405,22 @@ class HeteroStrategy(ModelParallelStrategy):
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a user's step. In it, collectives without a group mean the driver's data-parallel group."""
         assert self.lightning_module is not None
+        assert self.layouts is not None and self._streams is not None
         rendezvous = self._rendezvous
         self._in_step = True
         try:
-            if rendezvous is not None:
-                rendezvous.begin_step()
-            if self.runs_standin:
-                with leave_no_trace(self.lightning_module, self.lightning_module.trainer._results):
-                    output = weightless(step(*args, **kwargs))
-            else:
-                output = step(*args, **kwargs)
-            if rendezvous is None:
-                return output
-            training = self.lightning_module.trainer.training
-            loss = loss_of(output) if training else None
-            return with_loss(output, rendezvous.end_step(loss))
+            with self._streams[self.layouts.driver_name].running():
+                if rendezvous is not None:
+                    rendezvous.begin_step()
+                if self.runs_standin:
+                    with leave_no_trace(self.lightning_module, self.lightning_module.trainer._results):
+                        output = weightless(step(*args, **kwargs))
+                else:
+                    output = step(*args, **kwargs)
+                if rendezvous is None:
+                    return output
+                loss = loss_of(output) if self.lightning_module.trainer.training else None
+                return with_loss(output, rendezvous.end_step(loss))
         finally:
             self._in_step = False
 
@@ -477,6 +501,23 @@ class HeteroStrategy(ModelParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers over ``group``: by default the driver's replicas inside a step, the world outside."""
         return super().all_gather(tensor, group=self._default_group(group), sync_grads=sync_grads)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves a checkpoint with the random streams of all ranks. Collective over the world."""
+        if self._streams is not None and self._groups is not None:
+            states: list[Any] = [None] * self.world_size
+            dist.all_gather_object(states, self._streams.state_dict(), group=self._groups.host)
+            checkpoint[STREAMS_KEY] = merge_states(states)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads weights, optimizer states and random streams. Collective over the world."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if STREAMS_KEY in checkpoint and self._streams is not None:
+            self._streams.load_state_dict(checkpoint[STREAMS_KEY])
+        return checkpoint
 
     def teardown(self) -> None:
         super().teardown()

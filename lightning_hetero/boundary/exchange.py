@@ -71,51 +71,49 @@ class Transport:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
         return [bool(flag) for flag in shared.tolist()]
 
-    def move(self, tensors: Sequence[Tensor], route: Route) -> tuple[list[Tensor], int]:
-        """Executes a route for several tensors that are cut alike.
+    def move(self, tensors: Sequence[Tensor], routes: Sequence[Route]) -> tuple[list[Tensor], int]:
+        """Executes the routes of several tensors, all at once.
 
         Args:
             tensors: Each ``[source rows, ...]``.
-            route: This rank's part.
+            routes: This rank's part of each one's route.
 
         Returns:
             The results, each ``[route.rows, ...]`` with zeros in rows that the route does not fill, and the bytes
             that this rank sent.
         """
-        run = route.narrows()
-        if run is not None:
-            return [tensor[run[0] : run[1]] for tensor in tensors], 0
-        operations: list[dist.P2POp] = []
+        operations: dict[dist.ProcessGroup, list[dist.P2POp]] = {}
         results: list[Tensor] = []
         arrivals: list[tuple[Tensor, Tensor, tuple[tuple[int, int], ...]]] = []
         sent = 0
-        filled = sum(size for *_, size in route.kept)
-        filled += sum(stop - start for _, runs in route.receives for start, stop in runs)
-        for tensor in tensors:
-            allocate = tensor.new_empty if filled == route.rows else tensor.new_zeros
+        for tensor, route in zip(tensors, routes, strict=True):
+            run = route.narrows()
+            if run is not None:
+                results.append(tensor[run[0] : run[1]])
+                continue
+            allocate = tensor.new_empty if route.rows_filled == route.rows else tensor.new_zeros
             result = allocate((route.rows, *tensor.shape[1:]))
+            results.append(result)
+            # What lies in host memory (grids, lengths) travels on the host.
+            group = self.host if tensor.device.type == "cpu" else self.group
+            queue = operations.setdefault(group, [])
             for peer, runs in route.receives:
                 # One run is received where it belongs; several arrive as one message and are spread afterwards.
-                whole = len(runs) == 1
-                buffer = (
-                    result[runs[0][0] : runs[0][1]]
-                    if whole
-                    else tensor.new_empty((sum(stop - start for start, stop in runs), *tensor.shape[1:]))
-                )
-                operations.append(dist.P2POp(dist.irecv, _bytes(buffer), peer, self.group))
-                if not whole:
+                if len(runs) == 1:
+                    buffer = result[runs[0][0] : runs[0][1]]
+                else:
+                    buffer = tensor.new_empty((sum(stop - start for start, stop in runs), *tensor.shape[1:]))
                     arrivals.append((result, buffer, runs))
+                queue.append(dist.P2POp(dist.irecv, _bytes(buffer), peer, group))
             for peer, runs in route.sends:
                 parts = [tensor[start:stop] for start, stop in runs]
                 message = _bytes((parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous())
-                operations.append(dist.P2POp(dist.isend, message, peer, self.group))
+                queue.append(dist.P2POp(dist.isend, message, peer, group))
                 sent += message.numel()
             for source_start, start, size in route.kept:
                 result[start : start + size].copy_(tensor[source_start : source_start + size])
-            results.append(result)
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+        for work in [work for queue in operations.values() if queue for work in dist.batch_isend_irecv(queue)]:
+            work.wait()
         for result, buffer, runs in arrivals:
             offset = 0
             for start, stop in runs:
@@ -125,14 +123,19 @@ class Transport:
 
 
 def cross(
-    tensors: Sequence[Tensor], route: Route, back: Route, transport: Transport, *, differentiable: bool
+    tensors: Sequence[Tensor],
+    routes: Sequence[Route],
+    backs: Sequence[Route],
+    transport: Transport,
+    *,
+    differentiable: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Carries tensors to another layout; gradients come back along ``back``.
+    """Carries tensors to another layout; gradients come back along ``backs``.
 
     Args:
         tensors: Each ``[source rows, ...]``; integer tensors may be among them.
-        route: This rank's part of the forward.
-        back: This rank's part of the backward, planned with the layouts exchanged.
+        routes: This rank's part of each one's forward.
+        backs: This rank's part of each one's backward, planned with the layouts exchanged.
         transport: Of the boundary.
         differentiable: Whether gradients have to come back. All ranks must agree.
 
@@ -141,13 +144,13 @@ def cross(
         reaches the loss adds the anchor to it, so that it takes part in the transfer's backward all the same.
     """
     if not differentiable:
-        moved, sent = transport.move(tensors, route)
+        moved, sent = transport.move(tensors, routes)
         transport.traffic.forward_bytes += sent
         return moved, None
-    device = tensors[0].device
+    device = next((tensor.device for tensor in tensors if tensor.is_floating_point()), tensors[0].device)
     # The gate makes the results require grad also on a rank whose own tensors do not.
     gate = torch.zeros((), device=device, requires_grad=True)
-    *moved, anchor = _Cross.apply(transport, route, back, gate, *tensors)
+    *moved, anchor = _Cross.apply(transport, routes, backs, gate, *tensors)
     return moved, anchor
 
 
@@ -155,13 +158,19 @@ class _Cross(torch.autograd.Function):
     """One transfer of several tensors: one node, so that ranks cannot run the parts of a backward in other orders."""
 
     @staticmethod
-    def forward(ctx: Any, transport: Transport, route: Route, back: Route, gate: Tensor, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        transport: Transport,
+        routes: Sequence[Route],
+        backs: Sequence[Route],
+        gate: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.transport, ctx.back = transport, back
-        ctx.meta = [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors]
-        moved, sent = transport.move(tensors, route)
+        ctx.transport, ctx.backs = transport, backs
+        moved, sent = transport.move(tensors, routes)
         transport.traffic.forward_bytes += sent
-        ctx.rows = route.rows
+        ctx.meta = [(tensor.shape, tensor.dtype, tensor.device) for tensor in moved]
         ctx.floating = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
         ctx.mark_non_differentiable(*(m for m, floating in zip(moved, ctx.floating, strict=True) if not floating))
         return (*moved, gate.detach().clone())
@@ -170,19 +179,17 @@ class _Cross(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         # A result that got a gradient on one rank has one on all; one that got none anywhere sends none back, so
         # that an optimizer leaves alone what one process would leave alone.
-        present = ctx.transport.any(
-            [g is not None and floating for g, floating in zip(gradients, [*ctx.floating, False], strict=True)]
-        )
+        given = [g is not None and floating for g, floating in zip(gradients[:-1], ctx.floating, strict=True)]
+        present = ctx.transport.any(given)
         outgoing: list[Tensor] = []
-        for gradient, (shape, dtype, device), flag in zip(gradients, ctx.meta, present, strict=False):
+        for gradient, (shape, dtype, device), flag in zip(gradients[:-1], ctx.meta, present, strict=True):
             if flag:
-                if gradient is None:
-                    gradient = torch.zeros((ctx.rows, *shape), dtype=dtype, device=device)
-                outgoing.append(gradient)
-        moved, sent = ctx.transport.move(outgoing, ctx.back) if outgoing else ([], 0)
+                outgoing.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+        backs = [back for back, flag in zip(ctx.backs, present, strict=True) if flag]
+        moved, sent = ctx.transport.move(outgoing, backs)
         ctx.transport.traffic.backward_bytes += sent
         returned = iter(moved)
-        return (None, None, None, None, *(next(returned) if flag else None for flag in present[:-1]))
+        return (None, None, None, None, *(next(returned) if flag else None for flag in present))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

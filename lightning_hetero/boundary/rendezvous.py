@@ -23,7 +23,7 @@ from lightning_hetero.errors import BoundaryError
 if TYPE_CHECKING:
     from lightning_hetero.boundary.call import Boundary
     from lightning_hetero.boundary.exchange import Transport
-    from lightning_hetero.boundary.items import Cut
+    from lightning_hetero.boundary.items import Call
 
 END_OF_STEP = -1
 _AT, _CALL = 0, 1
@@ -107,14 +107,15 @@ class Rendezvous:
             loss = loss + torch.zeros_like(loss, requires_grad=True)
         return loss
 
-    def call(self, boundary: Boundary, cut: Cut) -> Any:
+    def call(self, boundary: Boundary, call: Call) -> Any:
         """Runs a call of this rank, and before it the calls of lower modules that other ranks are waiting in."""
-        wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in cut.tensors)
-        mine = (_CALL, boundary.index, cut.rows, cut.signature(), int(wants), int(torch.is_grad_enabled()))
+        grad_mode = torch.is_grad_enabled()
+        wants = grad_mode and any(tensor.requires_grad for tensor in call.tensors)
+        mine = (_CALL, boundary.index, len(call.sizes), call.form.signature(), int(wants), int(grad_mode))
         while True:
             headers = self._share(mine)
             index = min(header.calls for header in headers if header.calls is not None)
-            result = self._run(index, cut if index == boundary.index else None, headers)
+            result = self._run(index, call if index == boundary.index else None, headers)
             if index == boundary.index:
                 return result
 
@@ -154,7 +155,7 @@ class Rendezvous:
                 tensor = tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
             if isinstance(place, int):
                 return (*args[:place], tensor, *args[place + 1 :]), kwargs
-            return args, {**kwargs, place: tensor}
+            return args, {**kwargs, str(place): tensor}
 
         return meet
 
@@ -183,8 +184,8 @@ class Rendezvous:
             )
         return any(header.wants_gradient for header in headers)
 
-    def _run(self, index: int, cut: Cut | None, headers: list[Header]) -> Any:
-        return self.boundaries[index].run(cut, [header.of(index) for header in headers])
+    def _run(self, index: int, call: Call | None, headers: list[Header]) -> Any:
+        return self.boundaries[index].run(call, [header.of(index) for header in headers])
 
     def _share(self, mine: tuple[int, ...]) -> list[Header]:
         return [Header(values) for values in self.transport.share(mine)]

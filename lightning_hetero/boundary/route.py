@@ -6,9 +6,10 @@ replica to another. Every rank computes its own part of a route from the same pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 Replicas = tuple[tuple[int, ...], ...]
 """Ranks of each replica: its copies, which hold the same rows."""
@@ -73,6 +74,12 @@ class Route:
     def rows_sent(self) -> int:
         return sum(stop - start for _, runs in self.sends for start, stop in runs)
 
+    @cached_property
+    def rows_filled(self) -> int:
+        """Rows of the result that the route fills."""
+        received = sum(stop - start for _, runs in self.receives for start, stop in runs)
+        return received + sum(size for *_, size in self.kept)
+
     def narrows(self) -> Run | None:
         """The source rows of a result that is one run of this rank's own rows, else ``None``."""
         if self.sends or self.receives or len(self.kept) != 1:
@@ -117,35 +124,48 @@ def _share(count: int, numerator: int, denominator: int) -> int:
     return count * min(max(numerator, 0), denominator) // denominator
 
 
-def enter_pieces(assignment: Assignment) -> list[Piece]:
-    """Item pieces from the driver's replicas to the module's."""
-    pieces = []
-    for e, segments in enumerate(assignment):
-        offset = 0
-        for segment in segments:
-            pieces.append(Piece(segment.replica, segment.start, e, offset, segment.size))
-            offset += segment.size
-    return pieces
+Offsets = tuple[tuple[int, ...], ...]
+"""For each driver replica the first row of each of its items, and one past the last row."""
 
 
-def leave_pieces(assignment: Assignment, rows_per_item: int = 1) -> list[Piece]:
-    """Row pieces from the module's replicas back to the items' driver replicas; stand-ins stay behind."""
-    pieces = []
+def row_offsets(rows: Iterable[Sequence[int]]) -> Offsets:
+    """Offsets of items that have these numbers of rows, for each driver replica."""
+    return tuple(tuple(accumulate(own, initial=0)) for own in rows)
+
+
+def enter_pieces(assignment: Assignment, offsets: Offsets) -> list[Piece]:
+    """Pieces from the driver's replicas to the module's.
+
+    Args:
+        assignment: Which module replica computes which items.
+        offsets: Of the tensor that moves.
+    """
+    return [piece for piece, _ in _enter(assignment, offsets)]
+
+
+def enter_back_pieces(assignment: Assignment, offsets: Offsets) -> list[Piece]:
+    """Pieces of the way back of what entered: a stand-in's gradient is nobody's, only real items have one."""
+    return reverse(piece for piece, segment in _enter(assignment, offsets) if not segment.standin)
+
+
+def leave_pieces(assignment: Assignment, offsets: Offsets) -> list[Piece]:
+    """Pieces from the module's replicas back to the items' driver replicas; stand-ins stay behind."""
+    return enter_back_pieces(assignment, offsets)
+
+
+def _enter(assignment: Assignment, offsets: Offsets) -> Iterator[tuple[Piece, Segment]]:
     for e, segments in enumerate(assignment):
-        offset = 0
+        position = 0
         for segment in segments:
-            if not segment.standin:
-                pieces.append(
-                    Piece(
-                        e,
-                        offset * rows_per_item,
-                        segment.replica,
-                        segment.start * rows_per_item,
-                        segment.size * rows_per_item,
-                    )
-                )
-            offset += segment.size
-    return pieces
+            start = offsets[segment.replica][segment.start]
+            size = offsets[segment.replica][segment.stop] - start
+            yield Piece(segment.replica, start, e, position, size), segment
+            position += size
+
+
+def held_rows(segments: Iterable[Segment], offsets: Offsets) -> int:
+    """Rows of the items in some segments, stand-ins included."""
+    return sum(offsets[s.replica][s.stop] - offsets[s.replica][s.start] for s in segments)
 
 
 def reverse(pieces: Iterable[Piece]) -> list[Piece]:

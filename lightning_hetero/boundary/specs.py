@@ -395,8 +395,8 @@ def _call_items(
             raise BoundaryError(
                 f"'{name}' was called with tensors of different numbers of items: {_place(counted)} has {len(sizes)}, "
                 f"{_place(path)} has {tensor.shape[0]} along dim 0 (shape {list(tensor.shape)}); every tensor needs "
-                "one entry an item, pass what all items share as a plain value, keep it in the module, or give the module "
-                "an item spec that knows the tensor"
+                "one entry an item, pass what all items share as a plain value, keep it in the module, or give the "
+                "module an item spec that knows the tensor"
             )
         cuts.append(cut)
     return CallItems(tuple(sizes), tuple(cuts))

@@ -145,7 +145,7 @@ class AudioEncoder(nn.Module):
         x_NTD = x_NTD + sinusoidal_positions(x_NTD.shape[1], x_NTD.shape[2], x_NTD.device, x_NTD.dtype)
         row_lengths = self.row_lengths(lengths)
         valid_NT = frame[: x_NTD.shape[1]] < row_lengths[:, None]
-        # A clip without frames looks at its padding: a softmax over nothing would be NaN.
+        # A clip without frames looks at its padding: not every attention kernel bears a softmax over nothing.
         keys_NT = valid_NT | (row_lengths == 0)[:, None]
         for block in self.blocks:
             x_NTD = block(x_NTD, keys_NT[:, None, None, :])

@@ -16,8 +16,11 @@ from lightning_hetero.layout import Layouts, ResolvedLayout
 from lightning_hetero.mesh import ProcessGroups
 from lightning_hetero.parallelize.data import apply_fully_shard, finish_initialization, resolve_units, uses_fsdp
 from lightning_hetero.parallelize.plans import Plan, nested_paths, partial_submodules, resolve_plan
+from lightning_hetero.parallelize.recompute import apply_recompute, resolve_recompute
+from lightning_hetero.parallelize.streams import switch_streams
 from lightning_hetero.parallelize.tensor import apply_tensor_parallel
 from lightning_hetero.placement import check_paths, parameters_by_module
+from lightning_hetero.rng import ModuleStreams
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class ModulePlan:
         nested_paths: Paths, relative to the module, of the placed modules inside it.
         tensor_plan: Concrete submodule paths to tensor-parallel styles.
         units: Paths of its FSDP2 units.
+        recomputed: Paths of the blocks whose activations are recomputed in the backward.
     """
 
     layout: ResolvedLayout
@@ -37,6 +41,7 @@ class ModulePlan:
     nested_paths: list[str]
     tensor_plan: Plan
     units: list[str]
+    recomputed: list[str]
 
 
 def plan_modules(root: nn.Module, layouts: Layouts) -> dict[str, ModulePlan]:
@@ -57,12 +62,14 @@ def plan_modules(root: nn.Module, layouts: Layouts) -> dict[str, ModulePlan]:
         refuse_unsupported(layout)
         module = root.get_submodule(layout.path)
         nested = nested_paths(layout, layouts)
+        units = resolve_units(module, layout, nested)
         plans[name] = ModulePlan(
             layout=layout,
             module=module,
             nested_paths=nested,
             tensor_plan=resolve_plan(module, layout, nested),
-            units=resolve_units(module, layout, nested),
+            units=units,
+            recomputed=resolve_recompute(module, layout, units, nested),
         )
     return plans
 
@@ -79,9 +86,7 @@ def refuse_unsupported(layout: ResolvedLayout) -> None:
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "expert_parallel_size": config.expert_parallel_size > 1,
         "sequence_parallel": config.sequence_parallel,
-        "activation_checkpointing": config.activation_checkpointing != "none",
         "compile": config.compile,
-        "balance": config.balance not in (None, "none", "replica"),
         "microbatches_per_encode": config.microbatches_per_encode not in (None, 1),
     }
     for name, refused in asked.items():
@@ -91,12 +96,14 @@ def refuse_unsupported(layout: ResolvedLayout) -> None:
             )
 
 
-def parallelize(plan: ModulePlan, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
-    """Applies one module's plan: tensor parallelism, then FSDP2.
+def parallelize(plan: ModulePlan, mesh: DeviceMesh, precision: MixedPrecisionPolicy, streams: ModuleStreams) -> None:
+    """Applies one module's plan: tensor parallelism, random streams, activation checkpointing, then FSDP2.
 
     Modules that others contain must be parallelised first.
     """
     apply_tensor_parallel(plan.module, mesh["tensor_parallel"], plan.tensor_plan)
+    switch_streams(plan.module, plan.tensor_plan, streams)
+    apply_recompute(plan.module, plan.recomputed, streams)
     if uses_fsdp(plan.layout):
         nested = [plan.module.get_submodule(path) for path in plan.nested_paths]
         ignored = {parameter for module in nested for parameter in module.parameters()}

@@ -37,8 +37,8 @@ def scaled_gradient(module: str, factor: float) -> Iterator[None]:
 def swapped_siblings() -> Iterator[None]:
     """Two runs of rows that a replica is given, or gives, change places in what leaves the module."""
 
-    def pieces(assignment: Any, rows_per_item: int = 1) -> list[Piece]:
-        result = leave_pieces(assignment, rows_per_item)
+    def pieces(assignment: Any, offsets: Any) -> list[Piece]:
+        result = leave_pieces(assignment, offsets)
         for i, a in enumerate(result):
             for j, b in enumerate(result[i + 1 :], i + 1):
                 if a.destination == b.destination and b.start == a.start + a.size:
@@ -60,10 +60,10 @@ def dropped_sibling(*, backward: bool) -> Iterator[None]:
     """One run of rows never arrives: in forward its place stays zero, in backward its gradient is lost."""
     original = call.Boundary._plan_leave
 
-    def plan(self: Any, assignment: Any, counts: Any, rows_per_item: int) -> Any:
-        kept = original(self, assignment, counts, rows_per_item)
+    def plan(self: Any, *args: Any) -> Any:
+        kept = original(self, *args)
         with patch.object(call, "leave_pieces", lambda *args: leave_pieces(*args)[1:]):
-            broken = original(self, assignment, counts, rows_per_item)
+            broken = original(self, *args)
         return (kept[0], broken[1]) if backward else broken
 
     with patch.object(call.Boundary, "_plan_leave", plan):
@@ -103,16 +103,16 @@ def literal_transpose() -> Iterator[None]:
     """The backward of leaving is the transpose of the forward route instead of the route of the exchanged layouts."""
     plan_original, move_original = call.Boundary._plan_leave, exchange.Transport.move
 
-    def plan(self: Any, assignment: Any, counts: Any, rows_per_item: int) -> Any:
-        leave, back = plan_original(self, assignment, counts, rows_per_item)
+    def plan(self: Any, *args: Any) -> Any:
+        leave, back = plan_original(self, *args)
         kept = tuple((start, source_start, size) for source_start, start, size in leave.kept)
         return leave, Transposed(back.rows, kept, leave.receives, leave.sends)
 
-    def move(self: Any, tensors: Any, route: Route) -> Any:
-        if not isinstance(route, Transposed):
-            return move_original(self, tensors, route)
+    def move(self: Any, tensors: Any, routes: Any) -> Any:
+        if not any(isinstance(route, Transposed) for route in routes):
+            return move_original(self, tensors, routes)
         results = []
-        for tensor in tensors:
+        for tensor, route in zip(tensors, routes, strict=True):
             result = tensor.new_zeros((route.rows, *tensor.shape[1:]))
             operations, arrivals = [], []
             for peer, runs in route.receives:

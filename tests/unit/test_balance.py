@@ -139,10 +139,21 @@ def test_a_straddling_replica_counts_what_it_does_for_both() -> None:
 
 
 def test_order_survives_when_items_of_a_replica_are_apart() -> None:
-    assignment = balance_items([[9.0, 1.0, 9.0, 1.0]], 2, "replica")
-    assert assignment == ((Segment(0, 0, 1), Segment(0, 3, 4)), (Segment(0, 1, 3),)) or loads(
-        assignment, [[9.0, 1.0, 9.0, 1.0]]
-    ) == [10, 10]
+    # The plain split is [9, 1] and [3, 3]: the cheap item changes sides and comes behind what is there.
+    assignment = balance_items([[9.0, 1.0, 3.0, 3.0]], 2, "replica")
+    assert assignment == ((Segment(0, 0, 1),), (Segment(0, 1, 4),))
+    # Items that are no neighbours become segments of their own, in order.
+    assignment = balance_items([[1.0, 9.0, 9.0, 1.0, 9.0, 1.0, 1.0, 1.0]], 2, "replica")
+    assert assignment == (
+        (Segment(0, 1, 2), Segment(0, 4, 5)),
+        (Segment(0, 0, 1), Segment(0, 2, 4), Segment(0, 5, 8)),
+    )
+
+
+def test_a_swap_repairs_what_longest_first_gets_wrong() -> None:
+    # Longest first pairs 3 + 2 + 2 with 3 + 2; exchanging a 3 for a 2 makes both 6.
+    costs = [[2.0, 3.0, 2.0, 2.0, 3.0]]
+    assert loads(balance_items(costs, 2, "replica", threshold=0.0), costs) == [6, 6]
 
 
 def test_a_gain_below_the_threshold_moves_nothing() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.boundary.route import (
+    Offsets,
     Piece,
     Replicas,
     Route,
@@ -16,11 +17,16 @@ from lightning_hetero.boundary.route import (
     leave_pieces,
     plan_route,
     reverse,
+    row_offsets,
 )
 
 
 def colocated(data: int, tensor: int) -> Replicas:
     return tuple(tuple(range(d * tensor, (d + 1) * tensor)) for d in range(data))
+
+
+def uniform(counts: list[int], rows: int = 1) -> Offsets:
+    return row_offsets([[rows] * count for count in counts])
 
 
 def run(routes: list[Route], held: list[list[object]]) -> list[list[object]]:
@@ -66,7 +72,7 @@ def test_every_copy_gets_every_row_once_in_order_there_and_back(
     # Enter: items are (replica, index).
     held: list[list[object]] = [[(driver_of[r], i) for i in range(counts[driver_of[r]])] for r in range(world)]
     share = [sum(s.size for s in assignment[module_of[rank]]) for rank in range(world)]
-    pieces = enter_pieces(assignment)
+    pieces = enter_pieces(assignment, uniform(counts))
     entered = run([plan_route(pieces, driver, module, rank, share[rank]) for rank in range(world)], held)
     for rank in range(world):
         expected = [(s.replica, i) for s in assignment[module_of[rank]] for i in range(s.start, s.stop)]
@@ -76,7 +82,7 @@ def test_every_copy_gets_every_row_once_in_order_there_and_back(
 
     # Leave: each item became rows; a replica gets the rows of its items, in its order.
     computed = [[(item, k) for item in items for k in range(rows_per_item)] for items in entered]
-    back = leave_pieces(assignment, rows_per_item)
+    back = leave_pieces(assignment, uniform(counts, rows_per_item))
     left = run(
         [plan_route(back, module, driver, rank, counts[driver_of[rank]] * rows_per_item) for rank in range(world)],
         computed,  # type: ignore[arg-type]
@@ -124,11 +130,11 @@ def test_a_replica_without_items_computes_a_copy_of_a_real_one() -> None:
 
 def test_nothing_moves_where_rows_are_already_held() -> None:
     # Encoder on 4 replicas, driver on 2 of 2 ranks: entering narrows to this rank's half.
-    pieces = enter_pieces(assign_items([4, 4], 4))
+    pieces = enter_pieces(assign_items([4, 4], 4), uniform([4, 4]))
     routes = [plan_route(pieces, colocated(2, 2), colocated(4, 1), rank, 2) for rank in range(4)]
     assert [route.narrows() for route in routes] == [(0, 2), (2, 4), (0, 2), (2, 4)]
     # Leaving gathers: two of the four rows come from the other rank.
-    back = leave_pieces(assign_items([4, 4], 4))
+    back = leave_pieces(assign_items([4, 4], 4), uniform([4, 4]))
     assert [plan_route(back, colocated(4, 1), colocated(2, 2), rank, 4).rows_sent for rank in range(4)] == [2] * 4
 
 
@@ -140,6 +146,6 @@ def test_copies_take_turns_in_sending() -> None:
 
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 2)])
 def test_equal_layouts_move_nothing(data: int, tensor: int) -> None:
-    pieces = enter_pieces(assign_items([3] * data, data))
+    pieces = enter_pieces(assign_items([3] * data, data), uniform([3] * data))
     for rank in range(data * tensor):
         assert plan_route(pieces, colocated(data, tensor), colocated(data, tensor), rank, 3).narrows() == (0, 3)

@@ -211,7 +211,7 @@ CLIPS, LENGTHS = torch.zeros(2, 4, 9), torch.tensor([9, 3])
             PaddedAudio(),
             (CLIPS,),
             {"lengths": LENGTHS[:1]},
-            "['lengths'] must hold one integer for each of the 2 items",
+            "must hold one integer for each of the 2 items",
         ),
         (PaddedAudio(), (CLIPS, LENGTHS + 1), {}, "argument [1] must be from 0 to the 9 frames that argument [0] has"),
         (PaddedAudio(masks=("m",)), (CLIPS, LENGTHS), {}, "called without 'm', which its item spec names"),
