@@ -114,8 +114,8 @@ class TokenCount:
         elif not same:
             raise HeteroError(
                 f"token_mean was given {float(self.counted):g} tokens over the step's {self.microbatches} "
-                f"microbatches, but count_tokens(batch), or labels that are not -100, say {float(self.declared):g}; make "
-                "count_tokens(batch) count what training_step passes to token_mean"
+                f"microbatches, but count_tokens(batch), or labels that are not -100, say {float(self.declared):g}; "
+                "make count_tokens(batch) count what training_step passes to token_mean"
             )
 
 

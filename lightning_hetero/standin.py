@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetero.data import replica_batch_sampler
+from lightning_hetero.uneven import AgreedLoader
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,8 +39,8 @@ def is_standin(trainer: Trainer) -> bool:
             batch -= int(batches)
     if not loaders:
         return False
-    sampler = replica_batch_sampler(loaders[0])
-    return sampler is not None and sampler.num_real(batch) == 0
+    source = loaders[0] if isinstance(loaders[0], AgreedLoader) else replica_batch_sampler(loaders[0])
+    return source is not None and source.num_real(batch) == 0
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from lightning_hetero.boundary.call import Boundary, place
 from lightning_hetero.boundary.exchange import Transport
 from lightning_hetero.boundary.rendezvous import Rendezvous
 from lightning_hetero.boundary.specs import find_spec
-from lightning_hetero.data import shard_dataloader
+from lightning_hetero.data import replica_batch_sampler, shard_dataloader
 from lightning_hetero.errors import HeteroError, LayoutError
 from lightning_hetero.gradients import (
     GradientNorm,
@@ -53,6 +53,7 @@ from lightning_hetero.report import print_layout
 from lightning_hetero.rng import RandomStreams, merge_states
 from lightning_hetero.schedule import TokenCount, declared_tokens, split_batch
 from lightning_hetero.standin import is_standin, leave_no_trace, loss_of, weightless, with_loss
+from lightning_hetero.uneven import agree_on_end, check_same_data
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -121,6 +122,8 @@ class HeteroStrategy(ModelParallelStrategy):
         self.meshes: Mapping[str, DeviceMesh] = {}
         self.boundaries: dict[str, Boundary] = {}
         self._groups: ProcessGroups | None = None
+        self._transport: Transport | None = None
+        self._checks_data = True
         self._rendezvous: Rendezvous | None = None
         self._sync: GradientSync | None = None
         self._streams: RandomStreams | None = None
@@ -164,6 +167,7 @@ class HeteroStrategy(ModelParallelStrategy):
                 )
         self._groups = create_groups(self.layouts, timeout=self._timeout)
         self._groups.touch(self.root_device)
+        self._transport = Transport(self._groups[everyone], self._groups.host)
         self.meshes = build_meshes(self.layouts, self._groups, self.root_device.type)
         self._device_mesh = self.meshes[self.layouts.driver_name]
         module._device_mesh = self._device_mesh
@@ -173,6 +177,7 @@ class HeteroStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._checks_data = True  # the first batch of every run
         fit_loop = trainer.fit_loop.epoch_loop
         for loop in (fit_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # FSDP2 cannot use parameters that it gathered under inference mode, then or in a later fit.
@@ -233,8 +238,8 @@ class HeteroStrategy(ModelParallelStrategy):
         self.boundaries, self._rendezvous = {}, None
         if not layouts.others:
             return
-        transport = Transport(groups[layouts.driver.ranks], groups.host)
-        rendezvous = self._rendezvous = Rendezvous(transport, meets=layouts.driver.data_size > 1)
+        assert self._transport is not None
+        rendezvous = self._rendezvous = Rendezvous(self._transport, meets=layouts.driver.data_size > 1)
         for layout in layouts.others:
             transport = Transport(groups[layouts.driver.ranks], groups.host)
             module = plans[layout.name].module
@@ -322,18 +327,24 @@ class HeteroStrategy(ModelParallelStrategy):
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Gives a map-style loader this replica's share of every global batch."""
-        trainer = self.lightning_module.trainer if self.lightning_module else None
-        if not isinstance(dataloader, DataLoader) or trainer is None:
+        """Gives a map-style loader this replica's share of every global batch.
+
+        Loaders that divide the data themselves stay as they are, but stop on all ranks together: training with the
+        first that ends, evaluation with the last.
+        """
+        assert self.lightning_module is not None and self._transport is not None
+        if isinstance(dataloader, DataLoader) and self._shards_loaders:
+            dataloader = shard_dataloader(
+                dataloader,
+                num_replicas=self.loader_world_size,
+                replica=self.loader_rank,
+                seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            )
+        if replica_batch_sampler(dataloader) is not None or self.loader_world_size == 1:
             return dataloader
-        if not self._shards_loaders:
+        if not isinstance(dataloader, Iterable):
             return dataloader
-        return shard_dataloader(
-            dataloader,
-            num_replicas=self.loader_world_size,
-            replica=self.loader_rank,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
-        )
+        return agree_on_end(dataloader, self._transport, drain=not self.lightning_module.trainer.training)
 
     # ------------------------------------------------------------------ steps
 
@@ -405,7 +416,10 @@ class HeteroStrategy(ModelParallelStrategy):
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a user's step. In it, collectives without a group mean the driver's data-parallel group."""
         assert self.lightning_module is not None
-        assert self.layouts is not None and self._streams is not None
+        assert self.layouts is not None and self._streams is not None and self._transport is not None
+        if self._checks_data and self.world_size > 1:
+            self._checks_data = False
+            check_same_data(args[0], self.layouts.driver, self._transport)
         rendezvous = self._rendezvous
         self._in_step = True
         try:

@@ -187,7 +187,7 @@ class DigitsDataModule(LightningDataModule):
     def __init__(
         self,
         batch_size: int = 64,
-        train_samples: int = 32_000,
+        train_samples: int = 64_000,
         val_samples: int = 500,
         tokens_per_image: int = 1,
         max_images: int = 3,

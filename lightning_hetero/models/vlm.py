@@ -52,8 +52,8 @@ class VisionLanguageModule(LightningModule):
         self,
         vision: VisionConfig = VisionConfig(),  # noqa: B008 (frozen)
         llm: DecoderConfig = DecoderConfig(),  # noqa: B008 (frozen)
-        learning_rate: float = 2e-3,
-        weight_decay: float = 0.01,
+        learning_rate: float = 4e-3,
+        weight_decay: float = 0.1,
         beta2: float = 0.99,
         warmup_steps: int = 50,
         max_steps: int | None = None,
