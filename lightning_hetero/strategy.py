@@ -46,7 +46,7 @@ from lightning_hetero.parallelize.apply import (
     partial_parameters,
     plan_modules,
 )
-from lightning_hetero.parallelize.data import uses_fsdp
+from lightning_hetero.parallelize.data import reduce_gathered_gradients, uses_fsdp
 from lightning_hetero.placement import configured_layouts, find_layouts, parameters_by_module
 from lightning_hetero.precision import extend_precision, fsdp_policy, scale_loss
 from lightning_hetero.report import print_layout
@@ -380,6 +380,8 @@ class HeteroStrategy(ModelParallelStrategy):
                 total = total + loss.detach() / self.microbatches
                 last = number == self.microbatches - 1
                 with self._gradient_sync(last and not self._blocks_sync):
+                    if not loss.requires_grad:
+                        continue  # on no rank: nothing in this microbatch leads to a trainable parameter
                     self.precision_plugin.backward(scale_loss(self.precision_plugin, loss / share), module, None)
             if self.token_count is not None and not self.runs_standin:
                 self.token_count.check()
@@ -477,11 +479,14 @@ class HeteroStrategy(ModelParallelStrategy):
 
     @contextmanager
     def _gradient_sync(self, enabled: bool) -> Generator[None, None, None]:
-        """Whether FSDP2 reduces gradients in the backwards that run meanwhile."""
+        """Whether FSDP2 reduces the gradients of the backward that runs meanwhile, and those gathered before it."""
         for root in self._fsdp_roots:
             root.set_requires_gradient_sync(enabled)
             root.set_is_last_backward(enabled)
         yield
+        if enabled:
+            for root in self._fsdp_roots:
+                reduce_gathered_gradients(root)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of the whole model, or of some parameters, with every element counted once.

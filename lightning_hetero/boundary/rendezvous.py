@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.errors import BoundaryError
 
@@ -130,6 +131,7 @@ class Rendezvous:
         """
         for number, module in reversed(list(enumerate([driver, *units]))):
             module.register_forward_pre_hook(self._hook(number), prepend=True, with_kwargs=True)
+        driver.register_forward_pre_hook(_reveal, with_kwargs=True)
 
     def _hook(self, number: int) -> Any:
         def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,9 +139,14 @@ class Rendezvous:
                 return None  # a recomputation in the backward, or a part of a placed module
             if number == 0:
                 self._anchored = False
+                self._settle(0, False)
+                # FSDP2 reduces a unit when the gradients of its inputs are there, or at the end of the backward if no
+                # input requires one. That would differ between a rank with features and one without, so FSDP2 does
+                # not get to see the root's inputs: the root is reduced at the end everywhere.
+                return tree_map_only(Tensor, _Hidden, (args, kwargs))
             if self._anchored:
                 return None
-            place = _first_floating(args, kwargs) if number else None
+            place = _first_floating(args, kwargs)
             tensor = None if place is None else (args if isinstance(place, int) else kwargs)[place]  # type: ignore[index]
             wants = tensor is not None and torch.is_grad_enabled() and (tensor.requires_grad or bool(self.anchors))
             wanted = self._settle(number, wants)
@@ -189,6 +196,24 @@ class Rendezvous:
 
     def _share(self, mine: tuple[int, ...]) -> list[Header]:
         return [Header(values) for values in self.transport.share(mine)]
+
+
+class _Hidden:
+    """A tensor that FSDP2's hooks do not find among a call's arguments."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _reveal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+
+    def reveal(hidden: _Hidden) -> Tensor:
+        """The tensor, cast as FSDP2 casts inputs."""
+        casts = policy.cast_forward_inputs and policy.param_dtype is not None and hidden.tensor.is_floating_point()
+        return hidden.tensor.to(policy.param_dtype) if casts else hidden.tensor
+
+    return tree_map_only(_Hidden, reveal, (args, kwargs))
 
 
 def _place_name(unit: int) -> str:

@@ -105,6 +105,8 @@ class DigitsQuestions(Dataset[Sample]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
         rng = np.random.default_rng((*self.seed, index))
         if rng.random() < self.text_share:
             first, second = rng.integers(10, size=2).tolist()
@@ -187,7 +189,7 @@ class DigitsDataModule(LightningDataModule):
     def __init__(
         self,
         batch_size: int = 64,
-        train_samples: int = 64_000,
+        train_samples: int = 51_200,
         val_samples: int = 500,
         tokens_per_image: int = 1,
         max_images: int = 3,

@@ -115,6 +115,23 @@ def finish_initialization(module: nn.Module, nested: Iterable[str]) -> None:
             children.update(original)
 
 
+def reduce_gathered_gradients(root: FSDPModule) -> None:
+    """Reduces the gradients that earlier backwards left unreduced, if the last backward did not run through the root.
+
+    FSDP2 reduces a unit's gathered gradients at the end of a backward that used it. An encoder that no rank calls in
+    the last of several accumulated batches would lose what the batches before it gave.
+
+    Args:
+        root: A root of FSDP2 units, on all of its ranks.
+    """
+    state = root._get_fsdp_state()
+    groups = [group for unit in state._state_ctx.all_states for group in unit._fsdp_param_groups]
+    # A parameter that was never gathered has no unsharded form yet.
+    used = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if any(p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in used):
+        state._root_post_backward_final_callback()
+
+
 def fsdp_units(module: nn.Module, nested: Iterable[nn.Module] = ()) -> list[FSDPModule]:
     """FSDP2 units of a module, less those of placed modules inside it."""
     foreign = {child for other in nested for child in other.modules()}

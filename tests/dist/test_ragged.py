@@ -188,3 +188,43 @@ def test_frozen_parts_with_a_text_only_replica(pool: Pool, frozen: tuple[str, ..
         for report in reports:
             if "vision" in frozen:
                 assert report.backward_bytes["vision"] == 0
+
+
+@pytest.mark.parametrize("strategy", [{"microbatches": 1}, {"microbatches": 2}])
+def test_an_encoder_that_only_the_first_of_accumulated_batches_uses(pool: Pool, strategy: dict[str, int]) -> None:
+    """FSDP2 gathers gradients until a backward that reduces them; here that backward does not run through the tower."""
+    batches = [batch((1,), (2,), (0, 1), (1,)), batch((0,), (0,), (0,), (0,))]
+    reference = reference_run(Ragged, batches, list, accumulate_grad_batches=2)
+    case = Case(layouts(FSDP, FSDP), trainer={"accumulate_grad_batches": 2}, strategy=strategy)
+    assert_parity(pool, 2, [case], Ragged, batches, list, reference)
+
+
+class Features(Ragged):
+    """The driver takes the features as an argument, so on one rank its inputs require gradients and on another not."""
+
+    def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
+        features = self.encode(batch).get("images")
+        owner = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(sample["images"]) for sample in batch]))
+        return self.llm(torch.tensor([sample["id"] for sample in batch]), features, owner).pow(2).mean()
+
+
+class Merging(Language):
+    def forward(self, ids: Tensor, features: Tensor | None, owner: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self.embed(ids)
+        if features is not None:
+            hidden = hidden + torch.zeros_like(hidden).index_add(0, owner, features)
+        return super().forward(hidden)
+
+
+def merging() -> Features:
+    module = Features()
+    torch.manual_seed(1)
+    module.llm = Merging().double()
+    return module
+
+
+def test_features_as_an_argument_of_the_driver(pool: Pool) -> None:
+    """FSDP2 would reduce the driver's root before the encoder's backward on one rank and after it on the other."""
+    batches = [batch((1,), (0,)), batch((0,), (2,))]
+    reference = reference_run(merging, batches, list)
+    assert_parity(pool, 2, [Case(layouts(FSDP, FSDP))], merging, batches, list, reference)

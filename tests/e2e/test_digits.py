@@ -112,7 +112,7 @@ def test_a_short_run_leaves_what_a_user_needs(tmp_path: Path) -> None:
     assert [entry["trainer/global_step"] for entry in history if "val_exact_match" in entry] == [9, 19]
     assert [entry["trainer/global_step"] for entry in history if "train_loss" in entry] == [9, 19]
     rates = {entry["trainer/global_step"]: entry["lr-AdamW"] for entry in history if "lr-AdamW" in entry}
-    assert rates == {9: pytest.approx(4e-4), 19: pytest.approx(8e-4)}  # of a warm-up to 2e-3 in 50 steps
+    assert rates.keys() == {9, 19} and rates[19] == pytest.approx(2 * rates[9])  # the warm-up is linear
     assert history[-1]["val_exact_match"] == pytest.approx(saved["val_exact_match"])
 
 
@@ -139,11 +139,12 @@ def test_the_recipe_learns_to_read_digits_from_the_images(tmp_path: Path) -> Non
     accuracy = metric(text, "val_exact_match")
     print(f"val_exact_match {accuracy} after {seconds:.0f} s")
     assert accuracy >= 0.95
-    assert seconds < 360.0
 
-    validate = (*CLI, "validate", "--config", RECIPE, "--ckpt_path", str(RUN / "checkpoints" / "last.ckpt"))
+    (checkpoint,) = (tmp_path / RUN / "checkpoints").glob("step=*-val_exact_match=*.ckpt")
+    best = float(checkpoint.stem.rpartition("=")[2])
+    validate = (*CLI, "validate", "--config", RECIPE, "--ckpt_path", str(checkpoint))
     again = run(*validate, cwd=tmp_path)
-    assert metric(again, "val_exact_match") == pytest.approx(accuracy, abs=1e-6)
+    assert metric(again, "val_exact_match") == pytest.approx(best, abs=5e-4)  # a name has three decimals
 
     # Every digit is asked about about equally often, so a model that is shown somebody else's images is right once in
     # ten times, plus the few times where the permutation of a batch leaves the image in its place.
@@ -151,4 +152,5 @@ def test_the_recipe_learns_to_read_digits_from_the_images(tmp_path: Path) -> Non
     chance = 1 / 10
     print(f"image questions with shuffled images: {metric(shuffled, 'val_exact_match_image')}")
     assert metric(shuffled, "val_exact_match_image") <= chance + 0.05
-    assert metric(shuffled, "val_exact_match_text") == pytest.approx(metric(text, "val_exact_match_text"), abs=1e-6)
+    assert metric(shuffled, "val_exact_match_text") == metric(again, "val_exact_match_text")
+    assert seconds < 360.0  # on two cores that have nothing else to do
