@@ -17,6 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,9 +51,12 @@ class NoDropout(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.backward:
-            with self:  # in here the mode is off, but blocks that are recomputed must drop nothing either
-                return _backward(*args, **kwargs)
+        if func in (Tensor.backward, torch.autograd.backward):
+            # Tensor.backward calls its second argument gradient.
+            grad_tensors = kwargs.pop("gradient", None)
+            kwargs |= {} if grad_tensors is None else {"grad_tensors": grad_tensors}
+            with self:  # while a function runs the mode is off, but what the backward recomputes must drop nothing
+                return _run_backward(*args, **kwargs)
         if func in self._FUNCTIONS:
             probability, flag = self._FUNCTIONS[func]
             default = 0.5 if func.__name__.endswith("dropout") else 0.0
@@ -64,14 +68,25 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(
-    tensor: Tensor,
-    gradient: Tensor | None = None,
+def _run_backward(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    inputs: Any = None,
+    inputs: Tensor | Sequence[Tensor] | None = None,
 ) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+    """``torch.autograd.backward``, which itself would run with the function modes switched off."""
+    outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(outputs)
+    _engine_run_backward(
+        outputs,
+        tuple(torch.ones_like(t) if g is None else g for t, g in zip(outputs, given, strict=True)),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], where: tuple[int, str], default: Any) -> Any:

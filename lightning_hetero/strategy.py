@@ -506,8 +506,22 @@ class HeteroStrategy(ModelParallelStrategy):
 
     # ------------------------------------------------------------------ collectives
 
+    def meet(self) -> None:
+        """Lets ranks join the encoder calls of others before a collective over replicas in the user's step."""
+        if self._in_step and self._rendezvous is not None:
+            self._rendezvous.meet()
+
     def _default_group(self, group: Any | None) -> Any | None:
+        self.meet()
         return self.data_parallel_group if group is None and self._in_step else group
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks; inside a step for the ranks of the driver's data-parallel group."""
+        if self._in_step:
+            self.meet()
+            dist.barrier(group=self.data_parallel_group)
+        else:
+            super().barrier(name)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over ``group``: by default the driver's replicas inside a step, the world outside."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_hetero.boundary.exchange import Transport
     from lightning_hetero.boundary.items import Call
 
-END_OF_STEP = -1
+END_OF_STEP, COLLECTIVE = -1, -2
 _AT, _CALL = 0, 1
 
 
@@ -119,6 +119,14 @@ class Rendezvous:
             result = self._run(index, call if index == boundary.index else None, headers)
             if index == boundary.index:
                 return result
+
+    def meet(self) -> None:
+        """To be called before a collective over driver replicas in the user's step, such as a logged mean.
+
+        A rank that skips an encoder would otherwise wait in the collective for ranks that wait in the encoder's call.
+        """
+        if self._in_step and self.running is None:
+            self._settle(COLLECTIVE, False)
 
     def watch(self, driver: nn.Module, units: Sequence[nn.Module]) -> None:
         """Makes ranks meet before the driver's root unit and before its other units up to the first block.
@@ -219,6 +227,8 @@ def _reveal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _place_name(unit: int) -> str:
     if unit == END_OF_STEP:
         return "has ended its step"
+    if unit == COLLECTIVE:
+        return "is in a reduction over replicas (token_mean, sync_dist, all_gather)"
     return "is about to call the driver" if unit == 0 else f"is before the driver's unit {unit}"
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_hetero import ModuleLayout
+from lightning_hetero import ModuleLayout, token_mean
 from tests.harness import Pool
 from tests.harness.parity import Case, assert_parity, reference_run
 
@@ -228,3 +228,22 @@ def test_features_as_an_argument_of_the_driver(pool: Pool) -> None:
     batches = [batch((1,), (0,)), batch((0,), (2,))]
     reference = reference_run(merging, batches, list)
     assert_parity(pool, 2, [Case(layouts(FSDP, FSDP))], merging, batches, list, reference)
+
+
+class Reducing(Ragged):
+    """Reduces over the replicas in the middle of the step, where some have called an encoder and others have not."""
+
+    def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, batch_size=len(batch))
+        assert self.all_gather(loss.detach()).ndim == (1 if self.trainer.world_size > 1 else 0)
+        self.trainer.strategy.barrier()
+        return token_mean(self, loss * len(batch), len(batch))
+
+
+@pytest.mark.parametrize("llm", [FSDP, (1, 1)])
+def test_reductions_in_a_step_with_a_text_only_replica(pool: Pool, llm: Any) -> None:
+    """A driver without collectives of its own goes straight to them."""
+    batches = [batch((1,), (0,)), batch((0,), (0, 0, 2)), batch((0,), (0,))]
+    reference = reference_run(Reducing, batches, list)
+    assert_parity(pool, 2, [Case(layouts(FSDP, llm))], Reducing, batches, list, reference)
