@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any, Literal
@@ -251,6 +251,10 @@ class GradientCheck(Callback):
                 self.report.notes.append(note)
 
 
+_BUCKET = 2**24
+"""Elements that are broadcast at a time."""
+
+
 @dataclass(frozen=True)
 class _Facts:
     """What rank 0 tells the others about the step in one process; ``losses`` by batch and replica."""
@@ -294,15 +298,15 @@ def compare_gradients(
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=host)
     measured = torch.zeros(len(parameters), 3, dtype=torch.float64, device=device)  # difference, norm, reference norm
     agreed = (anywhere == everywhere).tolist()
-    for row, (name, parameter), known, agree in zip(measured, parameters.items(), in_reference, agreed, strict=True):
-        # Where only some ranks have a gradient, gathering its parts would wait forever.
-        whole = _whole(parameter.grad, device) if parameter.grad is not None and agree else None
-        wanted = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-        if known:
-            if reference is not None:
-                wanted.copy_(expected[name].grad)  # type: ignore[arg-type]
-            dist.broadcast(wanted, src=0, group=dist.group.WORLD)
-        given = torch.zeros_like(wanted) if whole is None else whole
+    known = [name for name, has in zip(parameters, in_reference, strict=True) if has]
+    gradients = _from_rank_zero(
+        [(parameters[name], expected[name].grad if reference is not None else None) for name in known], device
+    )
+    for row, parameter, has, agree in zip(measured, parameters.values(), in_reference, agreed, strict=True):
+        wanted = next(gradients) if has else torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        given = torch.zeros_like(wanted)
+        if parameter.grad is not None and agree:  # else gathering its parts would wait forever
+            given = _whole(parameter.grad, device)
         row.copy_(torch.stack([(given - wanted).double().norm(), given.double().norm(), wanted.double().norm()]))
     found = measured.cpu().nan_to_num(nan=inf)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host)
@@ -333,32 +337,16 @@ def check_gradients(
     train_dataloaders: Any = None,
     datamodule: LightningDataModule | None = None,
     ckpt_path: str | None = None,
-    *,
-    steps: int = 1,
-    precision: Any = "64-true",
-    tolerance: float | None = None,
-    microbatches: int | Literal["auto"] = "auto",
-    reference_device: str | None = None,
-    **trainer: Any,
+    **options: Any,
 ) -> CheckReport:
     """Trains a LightningModule for a few steps, with :class:`GradientCheck` and nothing else.
-
-    The processes are those of ``Trainer(**trainer)``. Loggers, checkpoints, validation and callbacks are left out.
 
     Args:
         model: The LightningModule.
         train_dataloaders: As in ``Trainer.fit``.
         datamodule: As in ``Trainer.fit``.
         ckpt_path: As in ``Trainer.fit``: the weights to begin with.
-        steps: Number of optimizer steps to compare.
-        precision: Of both sides; in float64 nothing but rounding of the last digits is between them. None: that of the
-            trainer.
-        tolerance: Largest relative error that passes; default: what the precision allows, 1e-10 in float64 and 1e-5 in
-            float32.
-        microbatches: Into how many each batch is cut; "auto": as the strategy says, but single samples for a large
-            model.
-        reference_device: Where the one process computes; default: rank 0's device, or the CPU if that is too small.
-        **trainer: Arguments of the Trainer: devices, strategy and others.
+        **options: Arguments of :func:`checking_trainer`: ``steps``, ``tolerance`` and others, and those of the Trainer.
 
     Returns:
         What was found, on all ranks.
@@ -367,8 +355,34 @@ def check_gradients(
         >>> layouts = {"vision": ModuleLayout(), "llm": ModuleLayout(tensor_parallel_size=2)}
         >>> check_gradients(module, loader, devices=4, strategy=HeteroStrategy(layouts)).raise_if_failed()
     """
+    trainer, check = checking_trainer(**options)
+    trainer.fit(model, train_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path)
+    return check.report
+
+
+def checking_trainer(
+    steps: int = 1,
+    precision: str | int | None = "64-true",
+    tolerance: float | None = None,
+    microbatches: int | Literal["auto"] = "auto",
+    reference_device: str | None = None,
+    **trainer: Any,
+) -> tuple[Trainer, GradientCheck]:
+    """A Trainer that fits for a gradient check: without logger, checkpoints, validation and other callbacks.
+
+    Args:
+        steps: Number of optimizer steps to compare.
+        precision: Of both sides; in float64 nothing but the rounding of last digits is between them. None: the
+            trainer's.
+        tolerance: Largest relative error that passes; default: what the precision allows, 1e-10 in float64 and 1e-5 in
+            float32.
+        microbatches: Into how many each batch is cut; "auto": as the strategy says, but single samples for a large
+            model.
+        reference_device: Where the one process computes; default: rank 0's device, or the CPU if that is too small.
+        **trainer: Arguments of the Trainer: devices, strategy and others.
+    """
     check = GradientCheck(steps, tolerance, microbatches, reference_device)
-    quiet: dict[str, Any] = {
+    fixed: dict[str, Any] = {
         "logger": DummyLogger(),
         "callbacks": [check],
         "max_steps": steps,
@@ -388,15 +402,12 @@ def check_gradients(
     if precision is not None:
         plugins = trainer.get("plugins") or []
         plugins = plugins if isinstance(plugins, list) else [plugins]
-        quiet["plugins"] = [plugin for plugin in plugins if not isinstance(plugin, Precision)]
+        plugins = [plugin for plugin in plugins if not isinstance(plugin, Precision)]
         # Lightning refuses the flag "64-true" for an instance of a ModelParallelStrategy, but not the plugin.
         double = str(precision) in ("64", "64-true")
-        quiet["precision"] = None if double else precision
-        quiet["plugins"] += [DoublePrecision()] if double else []
-    Trainer(**{"strategy": "hetero"} | trainer | quiet).fit(
-        model, train_dataloaders, datamodule=datamodule, ckpt_path=ckpt_path
-    )
-    return check.report
+        fixed["precision"] = None if double else precision
+        fixed["plugins"] = [*plugins, DoublePrecision()] if double else plugins
+    return Trainer(**{"strategy": "hetero"} | trainer | fixed), check
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -441,6 +452,32 @@ def _gather_batches(strategy: HeteroStrategy, batch: Any) -> list[Any]:
     gathered: list[Any] | None = [None] * strategy.world_size if rank == 0 else None
     dist.gather_object(mine, gathered, dst=0, group=_host(strategy))
     return [gathered[ranks[0]] for ranks in driver.replicas] if gathered else []
+
+
+def _from_rank_zero(tensors: Sequence[tuple[Tensor, Tensor | None]], device: torch.device) -> Iterator[Tensor]:
+    """Broadcasts tensors to all ranks, many at a time.
+
+    Args:
+        tensors: One of the same shape and dtype, and on rank 0 the value.
+        device: Where they are wanted.
+    """
+    start = 0
+    while start < len(tensors):
+        stop, numel = start, 0
+        while stop < len(tensors) and (stop == start or numel + tensors[stop][0].numel() <= _BUCKET):
+            if tensors[stop][0].dtype != tensors[start][0].dtype:
+                break
+            numel += tensors[stop][0].numel()
+            stop += 1
+        flat = torch.empty(numel, dtype=tensors[start][0].dtype, device=device)
+        sizes = [like.numel() for like, _ in tensors[start:stop]]
+        for part, (_, value) in zip(flat.split(sizes), tensors[start:stop], strict=True):
+            if value is not None:
+                part.copy_(value.reshape(-1))
+        dist.broadcast(flat, src=0, group=dist.group.WORLD)
+        for part, (like, _) in zip(flat.split(sizes), tensors[start:stop], strict=True):
+            yield part.view(like.shape)
+        start = stop
 
 
 def _whole(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,9 +1,10 @@
-"""The command line: ``lightning-hetero fit | validate | test | predict | layout``."""
+"""The command line: ``lightning-hetero fit | validate | test | predict | layout | check | selftest``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_hetero.check import checking_trainer
+from lightning_hetero.check_report import CheckReport
 from lightning_hetero.errors import HeteroError, LayoutError
 from lightning_hetero.layout import Layouts, ModuleLayout, process_groups, show
 from lightning_hetero.monitor import FinalMetrics, StepMonitor
 from lightning_hetero.parallelize.apply import plan_modules
 from lightning_hetero.placement import find_layouts
 from lightning_hetero.report import draw_layout, estimate_memory, make_console, memory_table, print_layout
+from lightning_hetero.selftest import SelftestReport, selftest
 from lightning_hetero.strategy import HeteroStrategy
 
 
@@ -45,61 +49,78 @@ def main(args: ArgsType = None) -> None:
 
 
 class HeteroCLI(LightningCLI):
-    """LightningCLI with the additional subcommand ``layout``, which reads the same files as ``fit``."""
+    """LightningCLI with three additional subcommands.
+
+    ``layout`` and ``check`` read the same files as ``fit``; ``selftest`` reads none.
+    """
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
+        # The parser of fit, so that a recipe for fit is a recipe for them, plus the arguments of their functions.
         description = "Shows which rank holds what and an estimate of the memory, without starting a process."
-        # The parser of fit, so that a recipe for fit is a recipe for layout, plus the arguments of show_layout.
         layout = self._prepare_subcommand_parser(Trainer, "fit", description=description)
         layout.add_function_arguments(show_layout, skip={"model", "layouts", "precision", "datamodule"})
-        self._subcommand_parsers["layout"] = layout
+        self._add_subcommand(parser, "layout", layout, description)
+        description = "Compares the gradients of a recipe's first steps under its layouts with those of one process."
+        check = self._prepare_subcommand_parser(Trainer, "fit", description=description)
+        check.add_function_arguments(checking_trainer, skip={"trainer"})
+        self._add_subcommand(parser, "check", check, description)
+        description = "Holds this machine's devices to the contracts of the package, on generated data."
+        own = self.parser_class(description=description)
+        own.add_function_arguments(selftest)
+        self._add_subcommand(parser, "selftest", own, description)
+
+    def _add_subcommand(
+        self, parser: LightningArgumentParser, name: str, subparser: LightningArgumentParser, description: str
+    ) -> None:
+        self._subcommand_parsers[name] = subparser
         assert parser._subcommands_action is not None
-        parser._subcommands_action.add_subcommand("layout", layout, help=description)
+        parser._subcommands_action.add_subcommand(name, subparser, help=description)
 
     def before_instantiate_classes(self) -> None:
         """Reports what is wrong with the strategy before the parser buries the reason in the errors of a union."""
-        _check_strategy(self._get(self.config, "trainer").get("strategy"))
+        if self.subcommand != "selftest":
+            _check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     def instantiate_classes(self) -> None:
         """Instantiates the classes; for ``layout`` no trainer, and the model without memory where that works."""
-        if self.subcommand != "layout":
+        if self.subcommand == "selftest":
+            return
+        if self.subcommand not in ("layout", "check"):
             super().instantiate_classes()
             return
         # Nothing of a run is wanted: no logger, no callbacks, which may touch the disk when they are made.
-        trainer = self.config["layout"]["trainer"]
+        trainer = self.config[self.subcommand]["trainer"]
         trainer["logger"], trainer["callbacks"] = None, None
         try:
-            with torch.device("meta"):
+            with torch.device("meta") if self.subcommand == "layout" else nullcontext():
                 self.config_init = self.parser.instantiate_classes(self.config)
         except Exception:
+            if self.subcommand == "check":
+                raise
             # Some models compute with their weights while they are built.
             self.config_init = self.parser.instantiate_classes(self.config)
         self.model = self._get(self.config_init, "model")
         self.datamodule = self._get(self.config_init, "data")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if subcommand == "layout":
-            self.layout()
+        own = {"layout": self.layout, "check": self.check, "selftest": self.selftest}
+        if subcommand in own:
+            own[subcommand]()
             return
-        strategy = self.trainer.strategy
-        if isinstance(strategy, HeteroStrategy) and not is_overridden("configure_model", self.model):
-            # Found here, a mistake is reported once and before any process is started.
-            _plan_layouts(self.model, strategy, self.trainer.world_size)
+        self._plan(self.trainer)
         super()._run_subcommand(subcommand)
+
+    def _plan(self, trainer: Trainer) -> None:
+        """Finds mistakes in layouts here, where they are reported once and before any process is started."""
+        if isinstance(trainer.strategy, HeteroStrategy) and not is_overridden("configure_model", self.model):
+            _plan_layouts(self.model, trainer.strategy, trainer.world_size)
 
     def layout(self) -> None:
         """Runs ``layout``."""
         config = self.config_init["layout"]
-        strategy = config["trainer"]["strategy"]
-        if strategy == "hetero":
-            strategy = HeteroStrategy()
-        if not isinstance(strategy, HeteroStrategy):
-            given = strategy if isinstance(strategy, str) else type(strategy).__name__
-            raise HeteroError(
-                f"trainer.strategy: expected 'hetero' or lightning_hetero.HeteroStrategy, got '{given}', which has no "
-                "layouts; add --trainer.strategy hetero"
-            )
+        strategy = self._hetero_strategy()
         if is_overridden("configure_model", self.model):
             with torch.device("meta"):
                 self.model.configure_model()
@@ -112,6 +133,40 @@ class HeteroCLI(LightningCLI):
             optimizer_states=config["optimizer_states"],
             tokens=config["tokens"],
         )
+
+    def check(self) -> None:
+        """Runs ``check``; the exit code of rank 0 says how it ended."""
+        config = self.config_init["check"]
+        self._hetero_strategy()
+        options = {name: config[name] for name in ("steps", "tolerance", "microbatches", "reference_device")}
+        options |= config["trainer"]
+        options["precision"] = config["precision"] or options["precision"]
+        trainer, check = checking_trainer(**options)
+        self._plan(trainer)
+        trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=config["ckpt_path"])
+        _end(check.report)
+
+    def selftest(self) -> None:
+        """Runs ``selftest``; the exit code of rank 0 says how it ended."""
+        arguments = {name: value for name, value in self.config["selftest"].items() if name != "seed_everything"}
+        _end(selftest(**arguments))
+
+    def _hetero_strategy(self) -> HeteroStrategy:
+        """The strategy of a recipe for ``layout`` or ``check``.
+
+        Raises:
+            HeteroError: If it is another one.
+        """
+        strategy = self._get(self.config_init, "trainer")["strategy"]
+        if strategy == "hetero":
+            strategy = HeteroStrategy()
+        if not isinstance(strategy, HeteroStrategy):
+            given = strategy if isinstance(strategy, str) else type(strategy).__name__
+            raise HeteroError(
+                f"trainer.strategy: expected 'hetero' or lightning_hetero.HeteroStrategy, got '{given}', which has no "
+                "layouts; add --trainer.strategy hetero"
+            )
+        return strategy
 
 
 def show_layout(
@@ -152,6 +207,15 @@ def show_layout(
     if picture is not None:
         draw_layout(layouts, picture)
         console.print(f"Picture saved to {picture}")
+
+
+def _end(report: CheckReport | SelftestReport) -> None:
+    """Shows a report, once, and ends the process with 1 if something is wrong."""
+    if getattr(rank_zero_only, "rank", 0):
+        return  # also after a failure: whoever started the processes would end all of them at the first code but 0
+    report.print()
+    if not report.passed:
+        sys.exit(1)
 
 
 def _plan_layouts(model: LightningModule, strategy: HeteroStrategy, world_size: int) -> Layouts:

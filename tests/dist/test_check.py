@@ -82,6 +82,11 @@ def small_float() -> LightningModule:
     return vlm.build().float()
 
 
+def float_images(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = vlm.collate(samples)
+    return batch | {"images": batch["images"].float()}
+
+
 def own_words(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = vlm.collate(samples)
     return batch | {"targets": batch.pop("labels")}
@@ -161,8 +166,8 @@ CASES = {
         factory=partial(small, OwnWords), collate=own_words, strategy={"microbatches": 2}, options={"microbatches": 2}
     ),
     "accumulated": Case(samples=15, options={"accumulate_grad_batches": 2}),
-    "stand-in": Case(samples=5, options={"steps": 2}),
-    "float32": Case(factory=small_float, options={"precision": "32-true"}),
+    "stand-in": Case(samples=9, options={"steps": 2}),
+    "float32": Case(factory=small_float, collate=float_images, options={"precision": "32-true"}),
     "rounded": Case(factory=partial(small, Rounded)),
     "noisy": Case(factory=partial(small, Noisy)),
     "built late": Case(
@@ -230,7 +235,7 @@ def test_says_what_it_covered(reports: dict[str, CheckReport], capsys: pytest.Ca
     ] * 2
     (step,) = reports["accumulated"].steps
     assert (step.batches, step.samples) == (4, 15)
-    assert [(step.batches, step.samples) for step in reports["stand-in"].steps] == [(2, 5)], "the data has no more"
+    assert [(step.batches, step.samples) for step in reports["stand-in"].steps] == [(2, 8), (1, 1)]
 
 
 @pytest.mark.parametrize(
