@@ -47,8 +47,8 @@ def token_mean(module: Any, loss_sum: Tensor, num_tokens: Tensor | int) -> Tenso
     if step is not None:
         total = step.add(total)
     elif replicas > 1:
-        if hasattr(strategy, "meet"):
-            strategy.meet()
+        if (meet := getattr(strategy, "meet", None)) is not None:
+            meet()
         total = total.clone()
         dist.all_reduce(total, group=group)
     # No tokens anywhere: the sum is zero too.
