@@ -78,7 +78,7 @@ def fit(module: LightningModule, layouts: dict[str, ModuleLayout] | None, device
     """
     trainer = Trainer(strategy=HeteroStrategy(layouts), devices=devices, max_steps=1, **SILENT)  # type: ignore[arg-type]
     with pytest.raises(HeteroError) as error:
-        trainer.fit(module, DataLoader(torch.randn(4, 2), batch_size=2))
+        trainer.fit(module, DataLoader(torch.arange(8.0).view(4, 2), batch_size=2))
     return str(error.value)
 
 
@@ -150,7 +150,7 @@ def test_an_error_in_user_code_comes_out_as_it_is(pool: Pool) -> None:
 
 def _fit_broken() -> None:
     trainer = Trainer(strategy="hetero", devices=2, max_steps=1, **SILENT)  # type: ignore[arg-type]
-    trainer.fit(Two("missing"), DataLoader(torch.randn(4, 2), batch_size=2))
+    trainer.fit(Two("missing"), DataLoader(torch.arange(8.0).view(4, 2), batch_size=2))
 
 
 def test_the_package_registers_the_strategy() -> None:
