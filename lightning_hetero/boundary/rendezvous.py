@@ -139,7 +139,13 @@ class Rendezvous:
         """
         for number, module in reversed(list(enumerate([driver, *units]))):
             module.register_forward_pre_hook(self._hook(number), prepend=True, with_kwargs=True)
-        driver.register_forward_pre_hook(_reveal, with_kwargs=True)
+        # Directly behind FSDP2's hook: others (of tensor parallelism, of a user) must find the tensors.
+        reveal = driver.register_forward_pre_hook(_reveal, with_kwargs=True)
+        hooks = driver._forward_pre_hooks
+        order = list(hooks)
+        for key in order[order.index(driver._get_fsdp_state()._pre_forward_hook_handle.id) + 1 :]:  # type: ignore[operator]
+            if key != reveal.id:
+                hooks.move_to_end(key)  # type: ignore[attr-defined]
 
     def _hook(self, number: int) -> Any:
         def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
