@@ -54,7 +54,7 @@ class GradientCheck(Callback):
     ``R`` driver replicas; ``token_mean`` counts the tokens of all replicas, as it does under the layout.
 
     Dropout is off in the compared steps, and gradients are compared before clipping. Afterwards training goes on as
-    usual, with :attr:`report` filled.
+    usual, with :attr:`report` filled. The other ranks wait for the one process, at most for the strategy's ``timeout``.
 
     Args:
         steps: Number of optimizer steps.
@@ -84,7 +84,6 @@ class GradientCheck(Callback):
         self.reference_device = reference_device
         self.report = CheckReport()
         self.one_process: OneProcess | None = None
-        self._device = torch.device("cpu")
         self._no_dropout: NoDropout | None = None
         self._usual_microbatches = 1
         self._begin_step()
@@ -308,7 +307,7 @@ def compare_gradients(
         if parameter.grad is not None and agree:  # else gathering its parts would wait forever
             given = _whole(parameter.grad, device)
         row.copy_(torch.stack([(given - wanted).double().norm(), given.double().norm(), wanted.double().norm()]))
-    found = measured.cpu().nan_to_num(nan=inf)
+    found = measured.cpu().nan_to_num(nan=inf, posinf=inf)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host)
     reports: dict[str, list[ParameterReport]] = {name: [] for name in (*layouts.by_name, OUTSIDE)}
     for number, (name, parameter) in enumerate(parameters.items()):
@@ -372,8 +371,8 @@ def checking_trainer(
 
     Args:
         steps: Number of optimizer steps to compare.
-        precision: Of both sides; in float64 nothing but the rounding of last digits is between them. None: the
-            trainer's.
+        precision: Of both sides; in float64 nothing but the rounding of last digits is between them. "null", that
+            is None: the trainer's.
         tolerance: Largest relative error that passes; default: what the precision allows, 1e-10 in float64 and 1e-5 in
             float32.
         microbatches: Into how many each batch is cut; "auto": as the strategy says, but single samples for a large

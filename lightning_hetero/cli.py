@@ -77,6 +77,10 @@ class HeteroCLI(LightningCLI):
         assert parser._subcommands_action is not None
         parser._subcommands_action.add_subcommand(name, subparser, help=description)
 
+    def _set_seed(self) -> None:
+        if self.subcommand != "selftest":
+            super()._set_seed()
+
     def before_instantiate_classes(self) -> None:
         """Reports what is wrong with the strategy before the parser buries the reason in the errors of a union."""
         if self.subcommand != "selftest":
@@ -148,8 +152,7 @@ class HeteroCLI(LightningCLI):
 
     def selftest(self) -> None:
         """Runs ``selftest``; the exit code of rank 0 says how it ended."""
-        arguments = {name: value for name, value in self.config["selftest"].items() if name != "seed_everything"}
-        _end(selftest(**arguments))
+        _end(selftest(**self.config["selftest"]))
 
     def _hetero_strategy(self) -> HeteroStrategy:
         """The strategy of a recipe for ``layout`` or ``check``.

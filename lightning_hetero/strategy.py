@@ -34,7 +34,7 @@ from lightning_hetero.gradients import (
     GradientSync,
     Reduction,
 )
-from lightning_hetero.layout import FLATTENED_AXES, Layouts, ModuleLayout, show
+from lightning_hetero.layout import FLATTENED_AXES, Layouts, ModuleLayout, resolve_layouts, show
 from lightning_hetero.logged import reduce_logged_values_over
 from lightning_hetero.mesh import ProcessGroups, build_meshes, create_groups
 from lightning_hetero.parallelize.apply import (
@@ -157,7 +157,11 @@ class HeteroStrategy(ModelParallelStrategy):
 
     def _build_meshes(self, module: LightningModule) -> None:
         """Resolves the layouts and creates all process groups. Collective over the world."""
-        self.layouts = find_layouts(module, self.layout_config, self.driver_config, self.world_size)
+        configured = configured_layouts(module, self.layout_config)
+        if configured is None:
+            self.layouts = find_layouts(module, None, self.driver_config, self.world_size)
+        else:  # the modules themselves may come with configure_model(), so their paths are checked in setup()
+            self.layouts = resolve_layouts(configured, self.driver_config, self.world_size)
         everyone = tuple(range(self.world_size))
         for layout in self.layouts.by_name.values():
             if set(layout.ranks) != set(everyone):

@@ -182,6 +182,30 @@ def test_layouts_come_from_the_constructor_then_the_hook_then_the_default(pool: 
         assert found["sharded"] == (2, 1), "without layouts every module is sharded over all ranks"
 
 
+class Late(Probe):
+    """Builds its modules in configure_model, where the meshes are there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.vision, self.llm
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "vision"):
+            assert self.device_mesh["tensor_parallel"].size() == 2
+            self.vision, self.llm = nn.Linear(1, 4), nn.Linear(4, 1)
+
+
+def _late() -> list[str]:
+    module = Late()
+    trainer = Trainer(strategy=HeteroStrategy(mixed(4, 2)), devices=4, max_steps=1, **SILENT)  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(torch.ones(4, 1), batch_size=2))
+    return [type(p).__name__ for p in module.vision.parameters()]
+
+
+def test_modules_that_are_built_in_configure_model(pool: Pool) -> None:
+    assert pool.run(_late, 4) == [["DTensor", "DTensor"]] * 4
+
+
 class Projected(LightningModule):
     """A projector and head outside every placed module, and weights from a different seed on every rank."""
 

@@ -191,7 +191,7 @@ def test_precision_and_optimizer_reach_the_estimate(tmp_path: Path, capsys: pyte
         (["vision.tensor_parallel_size=2"], "'auto' with tensor_parallel_size 2 needs a plan"),
     ],
 )
-@pytest.mark.parametrize("command", ["layout", "fit"])
+@pytest.mark.parametrize("command", ["layout", "check", "fit"])
 def test_an_impossible_layout_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, options: list[str], message: str
 ) -> None:
@@ -200,7 +200,7 @@ def test_an_impossible_layout_is_one_message(
     assert not torch.distributed.is_initialized()  # fit finds it before it starts a process
 
 
-@pytest.mark.parametrize("command", ["layout", "fit"])
+@pytest.mark.parametrize("command", ["layout", "check", "fit"])
 def test_an_impossible_strategy_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -213,8 +213,9 @@ def test_layout_without_a_number_of_devices(tmp_path: Path, capsys: pytest.Captu
     assert "trainer.devices: layout needs the number of devices per node, got 'auto'" in message
 
 
-def test_layout_of_another_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = failure(capsys, "layout", "--config", write_recipe(tmp_path, strategy="ddp"))
+@pytest.mark.parametrize("command", ["layout", "check"])
+def test_another_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    message = failure(capsys, command, "--config", write_recipe(tmp_path, strategy="ddp"))
     assert "expected 'hetero' or lightning_hetero.HeteroStrategy, got 'ddp'" in message
 
 
@@ -223,7 +224,7 @@ def test_layout_with_tokens_of_no_layout(tmp_path: Path, capsys: pytest.CaptureF
     assert "no layout is called 'audio'; choose from 'vision', 'llm'" in message
 
 
-@pytest.mark.parametrize("command", ["layout", "fit"])
+@pytest.mark.parametrize("command", ["layout", "check", "fit"])
 def test_other_errors_keep_their_traceback(tmp_path: Path, command: str) -> None:
     with pytest.raises(ValueError, match="a bug of the user's") as error_info:
         main([command, "--config", write_recipe(tmp_path, Broken)])
@@ -261,4 +262,6 @@ def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"\n    {name} " in text for name in ("fit", "validate", "test", "predict", "layout"))
+    assert all(
+        f"\n    {name} " in text for name in ("fit", "validate", "test", "predict", "layout", "check", "selftest")
+    )
