@@ -226,7 +226,7 @@ def count(scenario: Scenario) -> None:
 
 @pytest.mark.timeout(0)
 def test_random_scenarios(pool: Pool) -> None:
-    run_scenarios(pool, 25)
+    run_scenarios(pool, 15)
 
 
 @pytest.mark.slow

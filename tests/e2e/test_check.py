@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.process import CLI, ROOT, run
 
+pytestmark = pytest.mark.slow  # the same code runs in tests/dist; this is the command as a user starts it
+
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 BROKEN = """

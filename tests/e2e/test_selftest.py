@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.process import CLI, ROOT, run
 
+pytestmark = pytest.mark.slow  # the same code runs in tests/dist; this is the command as a user starts it
+
 CONTRACTS = {"gradient": 7, "ragged": 6, "clip": 4, "random streams": 4}  # cases on two devices
 
 
@@ -42,6 +44,8 @@ from unittest.mock import patch
 from lightning_hetero import selftest
 from lightning_hetero.cli import main
 from tests.harness.mutations import scaled_gradient
+
+pytestmark = pytest.mark.slow  # the same code runs in tests/dist; this is the command as a user starts it
 
 
 def first_of_each(setup, original=selftest.contracts):
