@@ -45,8 +45,6 @@ from lightning_hetero import selftest
 from lightning_hetero.cli import main
 from tests.harness.mutations import scaled_gradient
 
-pytestmark = pytest.mark.slow  # the same code runs in tests/dist; this is the command as a user starts it
-
 
 def first_of_each(setup, original=selftest.contracts):
     return [replace(contract, cases=contract.cases[:1]) for contract in original(setup)]
